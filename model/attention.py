@@ -1,0 +1,93 @@
+"""Joint attention over packed samples: every token sees exactly the tokens of its own sample.
+
+Legend: I image tokens, T text tokens, L = I + T, N heads (local under tensor parallelism), Dh head dimension.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from model.layout import PackedLayout
+from model.rope import apply_rotary
+
+
+class _PermuteRows(torch.autograd.Function):
+    """`x[order]` for a permutation; its backward is a gather too, where index_select's would be a slow scatter-add."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _PermuteRows.apply(grad, inverse, order), None, None
+
+
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return `x[order]`, x: (L, ...), where `order` and `inverse` (L,) are permutations that undo each other."""
+    return _PermuteRows.apply(x, order, inverse)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+    """Attend within each sample.
+
+    q, k, v: (L, N, Dh) in joint order.  Returns (L, N, Dh).
+    CUDA half precision: one variable-length flash kernel.  Otherwise one scaled-dot-product call for each run of
+    samples of equal length.
+    """
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        bounds, longest = layout.cu_seqlens, layout.max_seqlen
+        return varlen_attn(q, k, v, bounds, bounds, longest, longest)
+    pieces, start = [], 0
+    for num_samples, length in layout.runs:
+        rows = slice(start, start + num_samples * length)
+        run = (x[rows].unflatten(0, (num_samples, length)).transpose(1, 2) for x in (q, k, v))
+        pieces.append(F.scaled_dot_product_attention(*run).transpose(1, 2).flatten(0, 1))
+        start = rows.stop
+    return torch.cat(pieces)
+
+
+class JointAttention(nn.Module):
+    """Attention of the image and text streams over each other, with separate weights and q/k norms for each."""
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, has_txt_output: bool = True):
+        super().__init__()
+        inner = num_heads * head_dim
+        self.head_dim = head_dim
+        self.has_txt_output = has_txt_output
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, inner) for _ in range(3))
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (nn.Linear(dim, inner) for _ in range(3))
+        self.norm_q, self.norm_k = (nn.RMSNorm(head_dim, eps=1e-6) for _ in range(2))
+        self.norm_added_q, self.norm_added_k = (nn.RMSNorm(head_dim, eps=1e-6) for _ in range(2))
+        self.to_out = nn.ModuleList([nn.Linear(inner, dim)])
+        self.to_add_out = nn.Linear(inner, dim)
+
+    def forward(
+        self, img: Tensor, txt: Tensor, rotary: tuple[Tensor, Tensor], layout: PackedLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        """img: (I, D), txt: (T, D), rotary: (L, 1, Dh / 2) twice, in joint order.
+
+        Returns (I, D) and (T, D), or None for the text where its output is not needed.
+        """
+        # Heads under tensor parallelism: the module never learns its rank; the local head count follows from the shape.
+        heads = (-1, self.head_dim)
+        num_txt = len(layout.txt_sample)
+        joint = []
+        for txt_proj, txt_norm, img_proj, img_norm in (
+            (self.add_q_proj, self.norm_added_q, self.to_q, self.norm_q),
+            (self.add_k_proj, self.norm_added_k, self.to_k, self.norm_k),
+            (self.add_v_proj, None, self.to_v, None),
+        ):
+            txt_heads, img_heads = txt_proj(txt).unflatten(-1, heads), img_proj(img).unflatten(-1, heads)
+            if txt_norm is not None:
+                txt_heads, img_heads = txt_norm(txt_heads), img_norm(img_heads)
+            packed = permute_rows(torch.cat((txt_heads, img_heads)), layout.joint_order, layout.joint_inverse)
+            joint.append(packed if txt_norm is None else apply_rotary(packed, *rotary))
+
+        out = packed_attention(*joint, layout).flatten(1)
+        out = permute_rows(out, layout.joint_inverse, layout.joint_order)
+        txt_out = self.to_add_out(out[:num_txt]) if self.has_txt_output else None
+        return self.to_out[0](out[num_txt:]), txt_out

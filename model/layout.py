@@ -1,0 +1,137 @@
+"""Where each sample's tokens lie in a micro-batch that has no batch axis.
+
+Legend: B samples in the micro-batch, I image tokens, T text tokens, L = I + T.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]  # frames, rows, columns in tokens
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayout:
+    """The packing of B samples: image tokens end to end in `img (I, ·)`, text tokens end to end in `txt (T, ·)`.
+
+    Within a sample the target image comes first, then its references.  Attention runs in *joint order*: samples
+    sorted by length, each as [its text, its images], so that samples of equal length lie side by side and can share
+    one batched attention call without padding.
+    """
+
+    grids: tuple[tuple[Grid, ...], ...]  # (B) lists of images: target first, then references
+    txt_lens: tuple[int, ...]  # (B) text tokens
+    img_sample: Tensor  # (I,) int64: the sample of each image token
+    txt_sample: Tensor  # (T,) int64: the sample of each text token
+    is_reference: Tensor  # (I,) bool
+    img_positions: Tensor  # (I, 3) int64: rotary position of each image token along frame, row, column
+    txt_positions: Tensor  # (T,) int64: rotary position of each text token, the same along all three axes
+    joint_order: Tensor  # (L,) int64: joint[j] = cat(txt, img)[joint_order[j]]
+    joint_inverse: Tensor  # (L,) int64: cat(txt, img)[i] = joint[joint_inverse[i]]
+    cu_seqlens: Tensor  # (B + 1,) int32: bounds of the samples in joint order
+    runs: tuple[tuple[int, int], ...]  # joint order as runs of (number of samples, length of each)
+
+    @classmethod
+    def build(
+        cls, grids: Sequence[Sequence[Grid]], txt_lens: Sequence[int], device: torch.device | str = "cpu"
+    ) -> "PackedLayout":
+        """Lay out B samples.
+
+        grids: for each sample its images as (frames, rows, columns) in tokens, target first, then references.
+        txt_lens: for each sample the number of its text tokens.
+        Raises: ValueError for an empty micro-batch, a sample without an image or without text.
+        """
+        if len(grids) != len(txt_lens) or not grids:
+            raise ValueError(f"need one text length a sample and at least one sample, got {len(grids)}, {len(txt_lens)}")
+        for b, (images, txt_len) in enumerate(zip(grids, txt_lens, strict=True)):
+            if not images or txt_len < 1 or any(min(grid) < 1 for grid in images):
+                raise ValueError(f"sample {b} needs an image and at least one text token: {images}, {txt_len} tokens")
+
+        img_lens = [sum(f * h * w for f, h, w in images) for images in grids]
+        target_lens = [images[0][0] * images[0][1] * images[0][2] for images in grids]
+        positions = [_image_positions(i, grid) for images in grids for i, grid in enumerate(images)]
+        # Text follows the largest image of its sample on the diagonal of the rotary axes.
+        txt_starts = [max(max(h // 2, w // 2) for _, h, w in images) for images in grids]
+
+        img_starts, txt_offsets = _starts(img_lens), _starts(txt_lens)
+        num_txt = sum(txt_lens)
+        by_length = sorted(range(len(grids)), key=lambda b: (txt_lens[b] + img_lens[b], b))
+        pieces = []
+        for b in by_length:
+            pieces.append(torch.arange(txt_offsets[b], txt_offsets[b] + txt_lens[b]))
+            pieces.append(torch.arange(img_starts[b], img_starts[b] + img_lens[b]) + num_txt)
+        joint_order = torch.cat(pieces)
+        lengths = [txt_lens[b] + img_lens[b] for b in by_length]
+
+        samples = torch.arange(len(grids))
+        img_sample = samples.repeat_interleave(torch.tensor(img_lens))
+        within = torch.arange(sum(img_lens)) - torch.tensor(img_starts)[img_sample]
+        tensors = dict(
+            img_sample=img_sample,
+            txt_sample=samples.repeat_interleave(torch.tensor(txt_lens)),
+            is_reference=within >= torch.tensor(target_lens)[img_sample],
+            img_positions=torch.cat(positions),
+            txt_positions=torch.cat(
+                [torch.arange(s, s + n) for s, n in zip(txt_starts, txt_lens, strict=True)]
+            ),
+            joint_order=joint_order,
+            joint_inverse=torch.empty_like(joint_order).scatter_(0, joint_order, torch.arange(len(joint_order))),
+            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        )
+        return cls(
+            grids=tuple(tuple(images) for images in grids),
+            txt_lens=tuple(txt_lens),
+            runs=tuple((lengths.count(n), n) for n in sorted(set(lengths))),
+            **{name: tensor.to(device) for name, tensor in tensors.items()},
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return len(self.grids)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest sample, text and images together."""
+        return self.runs[-1][1]
+
+    @cached_property
+    def img_membership(self) -> Tensor:
+        """(B, I) float32: 1 where the image token belongs to the sample."""
+        samples = torch.arange(self.num_samples, device=self.img_sample.device)
+        return (samples[:, None] == self.img_sample).float()
+
+    @cached_property
+    def txt_membership(self) -> Tensor:
+        """(B, T) float32: 1 where the text token belongs to the sample."""
+        samples = torch.arange(self.num_samples, device=self.txt_sample.device)
+        return (samples[:, None] == self.txt_sample).float()
+
+    @cached_property
+    def target_mean(self) -> Tensor:
+        """(B, I) float32: 1 / (target tokens of the sample) on its target tokens, 0 elsewhere."""
+        targets = self.img_membership * ~self.is_reference
+        return targets / targets.sum(dim=1, keepdim=True)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    """Return where each piece starts when pieces of these lengths lie end to end."""
+    return [0, *torch.tensor(lengths).cumsum(0)[:-1].tolist()]
+
+
+def _image_positions(index: int, grid: Grid) -> Tensor:
+    """Return the (frames · rows · columns, 3) rotary positions of a sample's image number `index`.
+
+    Rows and columns are centred on the image; frames count up from the image's index.
+    Source: `diffusers` QwenEmbedRope._compute_video_freqs with scale_rope.
+    """
+    frames, rows, columns = grid
+    axes = (
+        torch.arange(index, index + frames),
+        torch.arange(rows) - (rows - rows // 2),
+        torch.arange(columns) - (columns - columns // 2),
+    )
+    return torch.cartesian_prod(*axes).view(-1, 3)

@@ -1,0 +1,38 @@
+"""How the MMDiT is cut for parallel training, as data; `parallel` applies it without knowing the model."""
+
+# Tensor parallelism: module name pattern → how its weights are split over the `tp` axis (see
+# `parallel.tensor_parallel`).  Heads and MLPs follow Megatron-LM (arXiv 1909.08053).  The modulation linears hold a
+# third of the weights, so they are split as well and their small outputs gathered.
+TENSOR_PARALLEL_PLAN: dict[str, str] = {
+    "time_text_embed.timestep_embedder.linear_1": "colwise",
+    "time_text_embed.timestep_embedder.linear_2": "rowwise",
+    "language_embed": "replicate",
+    "txt_norm": "replicate",
+    "img_in": "colwise_gather",
+    "txt_in": "colwise_gather",
+    "transformer_blocks.*.img_mod.1": "colwise_gather",
+    "transformer_blocks.*.txt_mod.1": "colwise_gather",
+    "transformer_blocks.*.attn": "joint_input",
+    "transformer_blocks.*.attn.to_q": "colwise",
+    "transformer_blocks.*.attn.to_k": "colwise",
+    "transformer_blocks.*.attn.to_v": "colwise",
+    "transformer_blocks.*.attn.add_q_proj": "colwise",
+    "transformer_blocks.*.attn.add_k_proj": "colwise",
+    "transformer_blocks.*.attn.add_v_proj": "colwise",
+    # Replicated weights that see only the local heads: each rank's gradient is one part of the sum.
+    "transformer_blocks.*.attn.norm_q": "head_norm",
+    "transformer_blocks.*.attn.norm_k": "head_norm",
+    "transformer_blocks.*.attn.norm_added_q": "head_norm",
+    "transformer_blocks.*.attn.norm_added_k": "head_norm",
+    "transformer_blocks.*.attn.to_out.0": "rowwise",
+    "transformer_blocks.*.attn.to_add_out": "rowwise",
+    "transformer_blocks.*.img_mlp.net.0.proj": "colwise",
+    "transformer_blocks.*.img_mlp.net.2": "rowwise",
+    "transformer_blocks.*.txt_mlp.net.0.proj": "colwise",
+    "transformer_blocks.*.txt_mlp.net.2": "rowwise",
+    "norm_out.linear": "colwise_gather",
+    "proj_out": "colwise_gather",
+}
+
+# Fully sharded data parallelism: each match is one unit, gathered and freed as a whole; the rest is the last unit.
+FSDP_UNITS: tuple[str, ...] = ("transformer_blocks.*",)

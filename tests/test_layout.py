@@ -1,0 +1,40 @@
+"""Packing by hand: what a layout says about a small, irregular micro-batch."""
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+
+from model.layout import PackedLayout
+from model.rope import rotary_cos_sin
+
+GRIDS = [[(1, 1, 2)], [(1, 1, 1), (1, 2, 1)], [(1, 1, 1)]]
+TXT_LENS = [1, 2, 2]
+
+
+def test_a_pack_by_hand():
+    layout = PackedLayout.build(GRIDS, TXT_LENS)
+    assert layout.img_sample.tolist() == [0, 0, 1, 1, 1, 2]
+    assert layout.txt_sample.tolist() == [0, 1, 1, 2, 2]
+    assert layout.is_reference.tolist() == [False, False, False, True, True, False]
+    # Lengths 3, 5, 3: samples 0 and 2 share a run, then sample 1; text tokens 0–4, image tokens 5–10.
+    assert layout.runs == ((2, 3), (1, 5)) and layout.max_seqlen == 5
+    assert layout.joint_order.tolist() == [0, 5, 6, 3, 4, 10, 1, 2, 7, 8, 9]
+    assert layout.joint_order[layout.joint_inverse].tolist() == list(range(11))
+    assert layout.cu_seqlens.tolist() == [0, 3, 6, 11]
+    assert layout.target_mean.tolist() == [[0.5, 0.5, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("images", [[(1, 4, 4)], [(1, 5, 2), (1, 3, 8)], [(1, 1, 1), (1, 9, 3), (1, 2, 2), (1, 7, 7)]])
+def test_rotary_equals_diffusers(images):
+    reference = QwenEmbedRope(10_000, [4, 6, 6], scale_rope=True)
+    img_table, txt_table = reference([images], torch.device("cpu"), 6)
+    layout = PackedLayout.build([images], [6])
+    for positions, table in ((layout.img_positions, img_table), (layout.txt_positions[:, None].expand(-1, 3), txt_table)):
+        cos, sin = rotary_cos_sin(positions, (4, 6, 6), torch.float32)
+        torch.testing.assert_close(torch.complex(cos, sin)[:, 0], table, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("grids, txt_lens", [([], []), ([[]], [1]), ([[(1, 1, 1)]], [0]), ([[(1, 0, 1)]], [1])])
+def test_empty_samples_are_refused(grids, txt_lens):
+    with pytest.raises(ValueError):
+        PackedLayout.build(grids, txt_lens)
