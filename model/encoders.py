@@ -1,0 +1,92 @@
+"""The frozen encoders of a released folder, with a bounded memory of what they have encoded.
+
+One picture and one caption at a time: what a sample is encoded to never depends on its neighbours, and no padding
+exists that anything could attend to.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.text_encoder import TextEncoder
+from model.vae import ImageVAE
+
+
+class TensorCache:
+    """The most recently used tensors, up to a number of bytes."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._entries: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def get(self, key: str) -> tuple[Tensor, ...] | None:
+        """Return the entry and mark it as used, or None."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
+
+    def put(self, key: str, tensors: tuple[Tensor, ...]) -> None:
+        """Keep `tensors` under `key`, dropping the entries that were used longest ago."""
+        size = _num_bytes(tensors)
+        if key in self._entries or size > self.max_bytes:
+            return
+        self._entries[key] = tensors
+        self.num_bytes += size
+        while self.num_bytes > self.max_bytes:
+            self.num_bytes -= _num_bytes(self._entries.popitem(last=False)[1])
+
+
+def _num_bytes(tensors: tuple[Tensor, ...]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Encoders:
+    """VAE and text encoder of the folder `model`, on `device`, computing in `dtype`."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        latents_cache_gib: float = 1.0,
+        text_cache_gib: float = 0.5,
+    ):
+        self.vae = ImageVAE.from_folder(Path(model) / "vae", device, dtype)
+        self.text = TextEncoder.from_folder(model, device, dtype)
+        self.device, self.dtype = device, dtype
+        self.latents_cache = TensorCache(int(latents_cache_gib * 2**30))
+        self.text_cache = TensorCache(int(text_cache_gib * 2**30))
+
+    @torch.no_grad()
+    def moments(self, key: str, pixels: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return a picture's normalised posterior mean and standard deviation, each (C, h, w) float32.
+
+        key: names the picture; pixels: gives it as uint8 (3, H, W), called only if the latents are not in memory.
+        """
+        if (entry := self.latents_cache.get(key)) is None:
+            image = pixels().to(self.device, self.dtype).div(127.5).sub(1)
+            entry = tuple(moment[0].float() for moment in self.vae.encode_moments(image[None]))
+            self.latents_cache.put(key, entry)
+        return entry
+
+    @torch.no_grad()
+    def prompt(self, caption: str) -> Tensor:
+        """Return a caption's text states (T, joint_attention_dim)."""
+        if (entry := self.text_cache.get(caption)) is None:
+            entry = (self.text.encode(caption),)
+            self.text_cache.put(caption, entry)
+        return entry[0]
+
+    @torch.no_grad()
+    def picture(self, latents: Tensor) -> np.ndarray:
+        """Decode normalised latents (C, h, w) to a uint8 (H, W, 3) picture."""
+        pixels = self.vae.decode(latents[None].to(self.device, self.dtype))[0].float()
+        return pixels.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).cpu().numpy()

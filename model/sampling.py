@@ -1,0 +1,74 @@
+"""From noise and text states to latents: guided Euler sampling of samples of different sizes in one pack.
+
+Legend: B samples, I image tokens, C latent channels, h w latent rows and columns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.flow import classifier_free_guidance, euler_sample, sampler_grid, shift_mu
+from model.latents import PATCH, patchify, unpatchify
+from model.layout import PackedLayout
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """The released inference settings; the shift fields are those of `scheduler_config.json`."""
+
+    num_steps: int = 50
+    cfg_scale: float = 4.0
+    base_tokens: int = 256
+    max_tokens: int = 8192
+    base_shift: float = 0.5
+    max_shift: float = 0.9
+    shift_terminal: float | None = 0.02
+
+    def grid(self, num_tokens: int) -> Tensor:
+        """Return the times of a sample of `num_tokens` target tokens, (num_steps + 1,) float32."""
+        mu = shift_mu(num_tokens, self.base_tokens, self.max_tokens, self.base_shift, self.max_shift)
+        return sampler_grid(self.num_steps, mu, self.shift_terminal)
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    negative: Tensor,
+    noise: Sequence[Tensor],
+    settings: SamplerSettings,
+    languages: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """Sample one picture's latents for each prompt.
+
+    prompts: (B) text states (T_b, joint_attention_dim); negative: those of the negative prompt.
+    noise: (B) standard normal latents (C, h, w), on the model's device; their shapes set the sizes.
+    languages: (B) rows of the language embedding, if the model has one.
+    Returns (B) normalised latents (C, h, w) float32.
+    Every call runs the network num_steps times, so ranks that share a sharded model can call it side by side.
+    """
+    device = noise[0].device
+    sizes = [(1, n.shape[1] // PATCH, n.shape[2] // PATCH) for n in noise]
+    layout = PackedLayout.build([[size] for size in sizes], [len(p) for p in prompts], device)
+    guided = settings.cfg_scale != 1.0
+    # With guidance both halves go through the network in one pack: conditional samples, then unconditional ones.
+    txt, doubled = torch.cat(list(prompts)), layout
+    if guided:
+        txt = torch.cat((txt, *[negative] * len(sizes)))
+        doubled = PackedLayout.build(
+            [[size] for size in sizes * 2], [len(p) for p in prompts] + [len(negative)] * len(sizes), device
+        )
+    language = torch.tensor(list(languages) * (1 + guided), device=device) if languages is not None else None
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        if not guided:
+            return model(x, txt, t, layout, language)
+        conditional, unconditional = model(x.repeat(2, 1), txt, t.repeat(2), doubled, language).float().chunk(2)
+        return classifier_free_guidance(conditional, unconditional, settings.cfg_scale)
+
+    tokens = torch.cat([patchify(n.float()) for n in noise])
+    tokens = euler_sample(velocity, tokens, [settings.grid(h * w) for _, h, w in sizes], layout)
+    pieces = tokens.split([h * w for _, h, w in sizes])
+    return [unpatchify(piece, size) for piece, size in zip(pieces, sizes, strict=True)]

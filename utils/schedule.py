@@ -1,0 +1,21 @@
+"""The learning rate as a pure function of the step."""
+
+import math
+
+
+def learning_rate(
+    step: int, peak: float, num_steps: int, warmup_steps: int, schedule: str = "cosine", final_share: float = 0.0
+) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0.
+
+    Linear warm-up over `warmup_steps`, then constant, or a cosine that ends at `final_share * peak`.
+    Raises: ValueError for an unknown schedule.
+    """
+    if schedule not in ("constant", "cosine"):
+        raise ValueError(f"lr_schedule is {schedule!r}; use constant or cosine")
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    return peak * (final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * progress)))
