@@ -1,0 +1,317 @@
+"""Train a Qwen-Image-class text-to-image MMDiT with flow matching: FSDP2 × tensor parallel, packed mixed sizes.
+
+    ./launch.sh                                                     this machine: all GPUs, or two CPU processes
+    torchrun --nproc_per_node=8 train_mmdit.py --model /models/Qwen-Image --data '/data/shards/*.tar'
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 train_mmdit.py --tp 4 ...
+
+The same command again resumes.  To try an idea, copy this file and edit it.
+Source: Qwen-Image technical report, arXiv 2508.02324.
+"""
+
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.index import Index, build_index
+from data.order import GlobalOrder
+from data.pack import deal
+from data.plan import BatchPlan, PlannedSample
+from data.reader import Loader, Sample
+from data.shards import expand_shards
+from model import flow
+from model.encoders import Encoders
+from model.latents import PATCH, patchify
+from model.layout import PackedLayout
+from model.mmdit import MMDiT, MMDiTConfig, init_parameter
+from model.mmdit_plan import FSDP_UNITS, TENSOR_PARALLEL_PLAN
+from model.sampling import SamplerSettings, generate
+from parallel import checkpoint
+from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
+from parallel.fsdp import reshard, shard_model
+from parallel.grad_norm import clip_grad_norm, grad_norm
+from parallel.init_weights import materialize
+from parallel.mesh import build_mesh, data_parallel
+from parallel.tensor_parallel import apply_tensor_parallel
+from parallel.weights import has_weights, load_weights
+from utils.config import parse, run_main, write_run_folder
+from utils.ema import EMA
+from utils.logging import RunLog
+from utils.optimizer import build_adamw, optimizer_tensors
+from utils.picture_grid import labelled_grid
+from utils.random_streams import torch_generator
+from utils.schedule import learning_rate
+
+LANGUAGES = ("zh", "en", "other")
+NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
+log = logging.getLogger("train")
+
+
+@dataclass(frozen=True)
+class Config:
+    # Model and data
+    model: str = "assets/tiny"  # folder in the released layout: transformer/ vae/ text_encoder/ tokenizer/ scheduler/
+    from_scratch: bool = False  # ignore weights in the folder's transformer/
+    data: str = "emoji-small"  # emoji-small, emoji, or webdataset shards: a folder or a glob of .tar files
+    validation_data: str = ""  # held-out shards, likewise; the emoji sets bring their own
+    run_folder: str = "runs/mmdit"  # everything this run writes; an existing one is resumed
+    cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
+    # Batch and length
+    num_steps: int = 1500  # optimizer steps
+    global_batch_size: int = 128  # samples an optimizer step, over all ranks
+    max_tokens_per_micro_batch: int = 4096  # image and text tokens a rank holds at once: sets the memory
+    max_pixels: int = 1328 * 1328  # larger pictures are scaled down to this area, aspect kept
+    # Objective
+    t_mean: float = 0.0  # logit-normal time, before the resolution shift
+    t_std: float = 1.0
+    caption_dropout: float = 0.1  # share of samples that see the encoded empty prompt
+    zh_share: float = 0.5  # probability of the Chinese caption where a sample has both
+    num_languages: int = 0  # 3 adds a zero-initialised language embedding (zh, en, other)
+    sample_posterior: bool = False  # draw latents from the VAE's posterior rather than take its mode
+    # Optimizer
+    lr: float = 2e-3  # peak learning rate
+    lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
+    lr_final: float = 0.05  # where the cosine ends, as a share of lr
+    warmup_steps: int = 50
+    beta1: float = 0.9
+    beta2: float = 0.99
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.01  # not on biases and norms
+    max_grad_norm: float = 1.0
+    ema_decay: float = 0.998  # rises to this value over the first steps
+    # Parallelism: the axes of the device mesh
+    dp_replicate: int = 1  # HSDP: copies of the sharded model
+    dp_shard: int = -1  # FSDP2 shards; -1 = all ranks that are left
+    cp: int = 1  # context parallel
+    tp: int = 1  # tensor parallel: must divide the attention heads
+    dtype: str = "auto"  # compute in float32 or bfloat16 (auto: on GPUs); master weights and sums stay float32
+    reshard_after_forward: bool = True  # free gathered weights between forward and backward
+    activation_checkpointing: str = "none"  # none, or full: recompute each block in the backward pass
+    timeout_s: float = 600.0  # a collective that takes longer stops the job
+    # Data loading
+    num_workers: int = 2  # reader threads a rank; 0 = read in the training thread
+    prefetch_steps: int = 2  # optimizer steps read ahead
+    latents_cache_gib: float = 1.0  # encoded pictures kept in memory by each rank
+    text_cache_gib: float = 0.5  # encoded captions likewise
+    max_bad_samples: int = 100  # unreadable samples replaced before the run gives up
+    # Watching (0 = never)
+    log_every: int = 10
+    eval_every: int = 300
+    eval_samples: int = 64  # validation samples, each at eight times and in each language it has
+    sample_every: int = 300
+    save_every: int = 500
+    keep_checkpoints: int = 2
+    log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
+    # Sample grid
+    sample_prompts: tuple[str, ...] = (
+        "dog face", "狗脸", "red apple", "红苹果", "pizza", "披萨", "rocket", "火箭", "sunflower", "向日葵",
+        "soccer ball", "足球", "automobile", "汽车", "guitar", "吉他",
+    )  # fmt: skip
+    sample_size: tuple[int, int] = (64, 64)  # height, width in pixels
+    sample_steps: int = 20  # sampler steps
+    sample_cfg_scale: float = 4.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One micro-batch on the device: B samples, I image tokens, T text tokens."""
+
+    layout: PackedLayout
+    x0: Tensor  # (I, C) float32 clean latents
+    noise: Tensor  # (I, C) float32
+    txt: Tensor  # (T, joint_attention_dim)
+    t: Tensor  # (B,) float32
+    weight: Tensor  # (B,) float32; 0 for a filler
+    language: Tensor  # (B,) int64, index into LANGUAGES
+
+
+def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: int | None = None) -> Batch:
+    """Encode samples and draw their noise and times; stratum: in validation, which of the NUM_STRATA times to take.
+
+    Every random number belongs to (seed, epoch, sample, purpose), so it is the same on any cluster shape.
+    """
+    x0, noise, times, grids = [], [], [], []
+    for sample in samples:
+        epoch, purpose = (sample.plan.epoch, "train") if stratum is None else (0, f"validation {stratum}")
+        random = torch_generator(cfg.seed, epoch, sample.key, purpose)
+        mean, std = encoders.moments(sample.key, sample.read_pixels)
+        normal, eps, posterior = torch.randn((), generator=random), *torch.randn(2, *mean.shape, generator=random)
+        grids.append([(1, mean.shape[1] // PATCH, mean.shape[2] // PATCH)])
+        mu = flow.shift_mu(math.prod(grids[-1][0]))
+        if stratum is None:
+            times.append(flow.sample_t(normal, torch.tensor(mu), cfg.t_mean, cfg.t_std))
+        else:
+            times.append(flow.shift_t(torch.tensor(flow.logit_normal_quantiles(NUM_STRATA)[stratum]), mu))
+        x0.append(patchify(mean + std * posterior.to(std) if cfg.sample_posterior else mean))
+        noise.append(patchify(eps.to(mean)))
+    txt = [encoders.prompt(sample.caption) for sample in samples]
+    return Batch(
+        layout=PackedLayout.build(grids, [len(states) for states in txt], encoders.device),
+        x0=torch.cat(x0),
+        noise=torch.cat(noise),
+        txt=torch.cat(txt),
+        t=torch.stack(times).to(encoders.device),
+        weight=torch.tensor([sample.plan.weight for sample in samples], device=encoders.device),
+        language=torch.tensor([LANGUAGES.index(sample.plan.language) for sample in samples], device=encoders.device),
+    )
+
+
+def sample_losses(model: nn.Module, batch: Batch, cfg: Config) -> Tensor:
+    """Return the flow-matching loss of each sample, (B,) float32."""
+    x_t = flow.interpolate(batch.x0, batch.noise, batch.t, batch.layout)
+    velocity = model(x_t, batch.txt, batch.t, batch.layout, batch.language if cfg.num_languages else None)
+    return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout)
+
+
+@torch.no_grad()
+def validation_losses(model: nn.Module, encoders: Encoders, loader: Loader, cfg: Config, micro_batches: list) -> dict:
+    """Return the mean loss at NUM_STRATA equally likely times: in all, by language and by time."""
+    sums, counts = torch.zeros(2, len(LANGUAGES), NUM_STRATA, dtype=torch.float64)
+    for stratum in range(NUM_STRATA):
+        for planned in micro_batches:
+            batch = make_batch([loader.read(p) for p in planned], encoders, cfg, stratum)
+            losses = sample_losses(model, batch, cfg) * batch.weight
+            sums[:, stratum].index_add_(0, batch.language.cpu(), losses.double().cpu())
+            counts[:, stratum].index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
+    # Tensor-parallel peers count everything twice, above and below the line alike.
+    totals = torch.tensor(all_reduce_sum(torch.stack((sums, counts)).flatten().tolist(), encoders.device))
+    sums, counts = totals.view(2, len(LANGUAGES), NUM_STRATA)
+    result = {"val_loss": sums.sum() / counts.sum()}
+    result |= {f"val_loss_{name}": s.sum() / n.sum() for name, s, n in zip(LANGUAGES, sums, counts) if n.sum()}
+    result |= {f"val_loss_t{k}": sums[:, k].sum() / counts[:, k].sum() for k in range(NUM_STRATA)}
+    return {name: value.item() for name, value in result.items()}
+
+
+def validation_micro_batches(index: Index, cfg: Config, data_rank: int, num_data_ranks: int) -> list:
+    """Return this rank's part of `eval_samples` samples spread over the index, each in every language it has."""
+    chosen = range(0, len(index), max(1, len(index) // cfg.eval_samples))[: cfg.eval_samples]
+    tasks = [planned for i in chosen for planned in PlannedSample.every_language(index, i, cfg.max_pixels)]
+    dealt = deal([task.num_tokens for task in tasks], num_data_ranks, cfg.max_tokens_per_micro_batch)[data_rank]
+    # A rank without work still takes part in every gather, at weight 0.
+    return [[tasks[i] for i in micro] or [replace(tasks[0], weight=0.0)] for micro in dealt]
+
+
+@torch.no_grad()
+def sample_grid(model: nn.Module, encoders: Encoders, cfg: Config, data_rank: int, num_data_ranks: int):
+    """Generate `sample_prompts`, shared out over the data ranks.  Returns the labelled grid on rank 0, else None."""
+    latent_size = [side // encoders.vae.scale_factor for side in cfg.sample_size]
+    shape = (encoders.vae.num_channels, *latent_size)
+    prompts, negative = [encoders.prompt(p) for p in cfg.sample_prompts], encoders.prompt(" ")
+    tokens = [2 * math.prod(latent_size) // PATCH**2 + len(p) + len(negative) for p in prompts]
+    mine = {}
+    for micro in deal(tokens, num_data_ranks, max(cfg.max_tokens_per_micro_batch, *tokens))[data_rank]:
+        chosen = micro or [0]
+        noise = [torch.randn(shape, generator=torch_generator(cfg.seed, 0, i, "sample")) for i in chosen]
+        languages = [0 if any("\u4e00" <= c <= "\u9fff" for c in cfg.sample_prompts[i]) else 1 for i in chosen]
+        latents = generate(
+            model, [prompts[i] for i in chosen], negative, [n.to(encoders.device) for n in noise],
+            SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), languages if cfg.num_languages else None,
+        )  # fmt: skip
+        mine |= {i: encoders.picture(x) for i, x in zip(micro, latents, strict=False)}
+    gathered = [{}] * dist.get_world_size() if is_main() else None
+    dist.gather_object(mine, gathered)
+    if gathered is None:
+        return None
+    pictures = {i: picture for part in gathered for i, picture in part.items()}
+    return labelled_grid([pictures[i] for i in range(len(prompts))], cfg.sample_prompts, columns=8)
+
+
+def check_config(cfg: Config) -> None:
+    """Raise ValueError for values that no later check would explain."""
+    for name in ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(cfg, name)}")
+    if cfg.num_languages not in (0, len(LANGUAGES)):
+        raise ValueError(f"--num_languages must be 0 or {len(LANGUAGES)} {LANGUAGES}, got {cfg.num_languages}")
+    if cfg.dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"--dtype must be auto, float32 or bfloat16, got {cfg.dtype!r}")
+
+
+def main(cfg: Config) -> None:
+    # ---- 1. Distributed and mesh ------------------------------------------------------------------------------------
+    check_config(cfg)
+    device = init_distributed(cfg.timeout_s)
+    mesh = build_mesh(device.type, cfg.dp_replicate, cfg.dp_shard, cfg.cp, cfg.tp)
+    data_rank, num_data_ranks = data_parallel(mesh)
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = auto if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+    folder = Path(cfg.run_folder)
+    write_run_folder(folder, cfg, __file__)
+    run_log = RunLog(folder, cfg.num_steps)
+
+    # ---- 2. Frozen encoders -----------------------------------------------------------------------------------------
+    encoders = Encoders(cfg.model, device, dtype, cfg.latents_cache_gib, cfg.text_cache_gib)
+
+    # ---- 3. Data ----------------------------------------------------------------------------------------------------
+    cache = Path(cfg.cache_folder)
+    index, val_index = (
+        build_index(expand_shards(source, split, cache), encoders.text.count_tokens, encoders.text.tokenizer_id, cache)
+        for source, split in ((cfg.data, "train"), (cfg.validation_data or cfg.data, "validation"))
+    )
+    plan = BatchPlan(
+        index, GlobalOrder(len(index), cfg.global_batch_size, cfg.seed), num_ranks=num_data_ranks, rank=data_rank,
+        max_tokens=cfg.max_tokens_per_micro_batch, seed=cfg.seed, caption_dropout=cfg.caption_dropout,
+        zh_share=cfg.zh_share, num_empty_tokens=encoders.text.count_tokens(""), max_pixels=cfg.max_pixels,
+    )  # fmt: skip
+    val_micro_batches = validation_micro_batches(val_index, cfg, data_rank, num_data_ranks)
+
+    # ---- 4. Model: built without memory, cut, then filled -----------------------------------------------------------
+    with torch.device("meta"):
+        model = MMDiT(MMDiTConfig.from_folder(f"{cfg.model}/transformer", num_languages=cfg.num_languages))
+    num_parameters = sum(p.numel() for p in model.parameters())
+    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh["tp"])
+    apply_activation_checkpointing(model, FSDP_UNITS, cfg.activation_checkpointing)
+    shard_model(model, FSDP_UNITS, mesh, dtype, torch.float32, cfg.reshard_after_forward)
+    materialize(model, device, init_parameter, cfg.seed)
+    if has_weights(f"{cfg.model}/transformer") and not cfg.from_scratch:
+        load_weights(model, f"{cfg.model}/transformer", optional=("language_embed.weight",))
+
+    # ---- 5. Optimizer and EMA ---------------------------------------------------------------------------------------
+    optimizer = build_adamw(
+        model.named_parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay
+    )
+    ema = EMA(model.named_parameters(), cfg.ema_decay)
+
+    # ---- 6. Resume --------------------------------------------------------------------------------------------------
+    tensors = {f"model.{name}": p for name, p in model.named_parameters()}
+    tensors |= {f"ema.{name}": p for name, p in ema.tensors().items()}
+    tensors |= {f"optimizer.{name}": p for name, p in optimizer_tensors(optimizer, model).items()}
+    start_step, samples_done = 0, 0
+    if (newest := checkpoint.latest(folder / "checkpoints")) is not None:
+        state = checkpoint.load(folder / "checkpoints", newest, tensors)
+        start_step = state["step"]
+    loader = Loader(index, plan, start_step, num_workers=cfg.num_workers, prefetch_steps=cfg.prefetch_steps)
+
+    # ---- 7. Loop ----------------------------------------------------------------------------------------------------
+    log.info("%d parameters, %d training samples, %d ranks", num_parameters, len(index), dist.get_world_size())
+    started = time.perf_counter()
+    for step in range(start_step, cfg.num_steps + 1):
+        # Watch first: step 0 shows the untrained model, the last turn only looks at the result.
+        last, at = step == cfg.num_steps, lambda every, step=step: every and step % every == 0
+        with ema.swapped_in(model):
+            if cfg.eval_every and (last or at(cfg.eval_every)):
+                run_log.scalars(step, validation_losses(model, encoders, loader, cfg, val_micro_batches))
+            if cfg.sample_every and (last or at(cfg.sample_every)):
+                run_log.image(step, "samples", sample_grid(model, encoders, cfg, data_rank, num_data_ranks))
+        if last:
+            break
+
+        step_started = time.perf_counter()
+        micro_batches = loader.next_step()
+        data_wait_s = time.perf_counter() - step_started
+        lr = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        totals = torch.zeros(2 + 2 * len(LANGUAGES), dtype=torch.float64)
+        for i, samples in enumerate(micro_batches):
+            batch = make_batch(samples, encoders, cfg)
+            model.set_requires_gradient_sync(i == len(micro_batches) - 1)
+            losses = sample_losses(model, batch, cfg) * batch.weight
+            (losses.sum() / cfg.global_batch_size).backward()
