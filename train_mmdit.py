@@ -11,7 +11,7 @@ Source: Qwen-Image technical report, arXiv 2508.02324.
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from data.index import Index, build_index
 from data.order import GlobalOrder
 from data.pack import deal
-from data.plan import BatchPlan, PlannedSample
-from data.reader import Loader, Sample
+from data.plan import BatchPlan, every_language
+from data.reader import Loader, Reader, Sample
 from data.shards import expand_shards
 from model import flow
 from model.encoders import Encoders
@@ -171,12 +171,12 @@ def sample_losses(model: nn.Module, batch: Batch, cfg: Config) -> Tensor:
 
 
 @torch.no_grad()
-def validation_losses(model: nn.Module, encoders: Encoders, loader: Loader, cfg: Config, micro_batches: list) -> dict:
+def validation_losses(model: nn.Module, encoders: Encoders, reader: Reader, cfg: Config, micro_batches: list) -> dict:
     """Return the mean loss at NUM_STRATA equally likely times: in all, by language and by time."""
     sums, counts = torch.zeros(2, len(LANGUAGES), NUM_STRATA, dtype=torch.float64)
     for stratum in range(NUM_STRATA):
         for planned in micro_batches:
-            batch = make_batch([loader.read(p) for p in planned], encoders, cfg, stratum)
+            batch = make_batch([reader.read(p, encoders.needs_picture) for p in planned], encoders, cfg, stratum)
             losses = sample_losses(model, batch, cfg) * batch.weight
             sums[:, stratum].index_add_(0, batch.language.cpu(), losses.double().cpu())
             counts[:, stratum].index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
@@ -192,7 +192,7 @@ def validation_losses(model: nn.Module, encoders: Encoders, loader: Loader, cfg:
 def validation_micro_batches(index: Index, cfg: Config, data_rank: int, num_data_ranks: int) -> list:
     """Return this rank's part of `eval_samples` samples spread over the index, each in every language it has."""
     chosen = range(0, len(index), max(1, len(index) // cfg.eval_samples))[: cfg.eval_samples]
-    tasks = [planned for i in chosen for planned in PlannedSample.every_language(index, i, cfg.max_pixels)]
+    tasks = [planned for i in chosen for planned in every_language(index, i, cfg.max_pixels)]
     dealt = deal([task.num_tokens for task in tasks], num_data_ranks, cfg.max_tokens_per_micro_batch)[data_rank]
     # A rank without work still takes part in every gather, at weight 0.
     return [[tasks[i] for i in micro] or [replace(tasks[0], weight=0.0)] for micro in dealt]
@@ -244,7 +244,6 @@ def main(cfg: Config) -> None:
     dtype = auto if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     folder = Path(cfg.run_folder)
     write_run_folder(folder, cfg, __file__)
-    run_log = RunLog(folder, cfg.num_steps)
 
     # ---- 2. Frozen encoders -----------------------------------------------------------------------------------------
     encoders = Encoders(cfg.model, device, dtype, cfg.latents_cache_gib, cfg.text_cache_gib)
@@ -280,38 +279,100 @@ def main(cfg: Config) -> None:
     ema = EMA(model.named_parameters(), cfg.ema_decay)
 
     # ---- 6. Resume --------------------------------------------------------------------------------------------------
-    tensors = {f"model.{name}": p for name, p in model.named_parameters()}
-    tensors |= {f"ema.{name}": p for name, p in ema.tensors().items()}
-    tensors |= {f"optimizer.{name}": p for name, p in optimizer_tensors(optimizer, model).items()}
-    start_step, samples_done = 0, 0
-    if (newest := checkpoint.latest(folder / "checkpoints")) is not None:
-        state = checkpoint.load(folder / "checkpoints", newest, tensors)
-        start_step = state["step"]
-    loader = Loader(index, plan, start_step, num_workers=cfg.num_workers, prefetch_steps=cfg.prefetch_steps)
+    tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    tensors |= {f"ema.{name}": average for name, average in ema.tensors().items()}
+    tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer, model).items()}
+    checkpoints = folder / "checkpoints"
+    start_step = 0
+    if (newest := checkpoint.latest(checkpoints)) is not None:
+        state = checkpoint.load(checkpoints, newest, tensors)
+        if state["data"] != plan.state():
+            raise ValueError(f"{folder} was trained on other data ({state['data']}, now {plan.state()})")
+        start_step = newest
+    run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank())
+    reader, val_reader = Reader(index, cfg.max_pixels), Reader(val_index, cfg.max_pixels)
+    loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
+    log.info(
+        "%.2f M parameters, %d training samples, %d ranks (%s), from step %d to %d",
+        num_parameters / 1e6, len(index), dist.get_world_size(), mesh, start_step, cfg.num_steps,
+    )  # fmt: skip
 
     # ---- 7. Loop ----------------------------------------------------------------------------------------------------
-    log.info("%d parameters, %d training samples, %d ranks", num_parameters, len(index), dist.get_world_size())
-    started = time.perf_counter()
     for step in range(start_step, cfg.num_steps + 1):
-        # Watch first: step 0 shows the untrained model, the last turn only looks at the result.
-        last, at = step == cfg.num_steps, lambda every, step=step: every and step % every == 0
-        with ema.swapped_in(model):
-            if cfg.eval_every and (last or at(cfg.eval_every)):
-                run_log.scalars(step, validation_losses(model, encoders, loader, cfg, val_micro_batches))
-            if cfg.sample_every and (last or at(cfg.sample_every)):
+        # Watch before the step: turn 0 sees the untrained model, the turn after the last step only watches.
+        ended = step == cfg.num_steps
+        if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
+            checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state()})
+            checkpoint.prune(checkpoints, cfg.keep_checkpoints)
+        with ema.swapped_in():
+            if cfg.eval_every and (ended or step % cfg.eval_every == 0):
+                run_log.scalars(step, validation_losses(model, encoders, val_reader, cfg, val_micro_batches))
+            if cfg.sample_every and (ended or step % cfg.sample_every == 0):
                 run_log.image(step, "samples", sample_grid(model, encoders, cfg, data_rank, num_data_ranks))
-        if last:
+            reshard(model)
+        if ended:
             break
 
-        step_started = time.perf_counter()
+        # Batch
+        started = time.perf_counter()
         micro_batches = loader.next_step()
-        data_wait_s = time.perf_counter() - step_started
-        lr = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        totals = torch.zeros(2 + 2 * len(LANGUAGES), dtype=torch.float64)
+        data_wait_s = time.perf_counter() - started
+        # Loss and backward
+        loss_sums, loss_counts, tokens = *torch.zeros(2, len(LANGUAGES), dtype=torch.float64), 0
         for i, samples in enumerate(micro_batches):
             batch = make_batch(samples, encoders, cfg)
             model.set_requires_gradient_sync(i == len(micro_batches) - 1)
             losses = sample_losses(model, batch, cfg) * batch.weight
             (losses.sum() / cfg.global_batch_size).backward()
+            loss_sums.index_add_(0, batch.language.cpu(), losses.detach().double().cpu())
+            loss_counts.index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
+            tokens += len(batch.x0) + len(batch.txt)
+        # Clip; the sums over all ranks make every rank see the same loss and norm, so all stop or none
+        norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
+        local = [*loss_sums.tolist(), *loss_counts.tolist(), float(tokens), float(len(reader.bad_samples))]
+        *sums, tokens, num_bad = all_reduce_sum(local, device)
+        loss_sums, loss_counts = torch.tensor(sums).view(2, -1)
+        loss = (loss_sums.sum() / loss_counts.sum()).item()
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise ValueError(
+                f"step {step}: loss {loss}, gradient norm {norm}; stopped before the weights changed. "
+                f"The last checkpoint is in {checkpoints}; lower --lr, or look at the samples of this step (--log_samples)"
+            )
+        if num_bad > cfg.max_bad_samples * num_data_ranks:
+            raise ValueError(f"step {step}: over --max_bad_samples {cfg.max_bad_samples} bad samples a rank; see train.log")
+        # Step
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(step)
+
+        # Log
+        step_s = time.perf_counter() - started
+        ranks_alike = dist.get_world_size() // num_data_ranks  # tensor-parallel peers count the same samples
+        run_log.progress(step + 1, {"loss": loss, "images/s": cfg.global_batch_size / step_s,
+                                    "tokens/s": tokens / ranks_alike / step_s})  # fmt: skip
+        if cfg.log_samples:
+            run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
+        if cfg.log_every and step % cfg.log_every == 0:
+            run_log.scalars(step, {
+                "loss": loss, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"],
+                "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens / ranks_alike, "step_s": step_s,
+                "data_wait_s": data_wait_s, "samples_per_s": cfg.global_batch_size / step_s,
+                "tokens_per_s": tokens / ranks_alike / step_s, "bad_samples": num_bad / ranks_alike,
+            } | {f"loss_{n}": (s / c).item() for n, s, c in zip(LANGUAGES, loss_sums, loss_counts) if c})  # fmt: skip
+
+    # ---- 8. Tear-down -----------------------------------------------------------------------------------------------
+    loader.close()
+    run_log.close()
+    if is_main():
+        print(
+            f"done: {cfg.num_steps} steps\n  pictures    {folder / 'samples'}\n  curves      tensorboard --logdir {folder}"
+            f"\n  checkpoint  {checkpoint.step_folder(checkpoints, cfg.num_steps)}"
+            f"\n  try it      ./launch.sh -m tools.sample --run {folder} --prompt '狗脸' --prompt 'red apple'"
+        )
+    shutdown()
+
+
+if __name__ == "__main__":
+    run_main(main, parse(Config, __doc__))

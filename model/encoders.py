@@ -65,6 +65,10 @@ class Encoders:
         self.latents_cache = TensorCache(int(latents_cache_gib * 2**30))
         self.text_cache = TensorCache(int(text_cache_gib * 2**30))
 
+    def needs_picture(self, key: str) -> bool:
+        """Return whether `moments` would ask for this picture's pixels.  Safe from any thread."""
+        return key not in self.latents_cache
+
     @torch.no_grad()
     def moments(self, key: str, pixels: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Return a picture's normalised posterior mean and standard deviation, each (C, h, w) float32.

@@ -58,7 +58,7 @@ def main(cfg: Config) -> None:
     same_size = [i for i in range(len(index)) if (index[i].height, index[i].width) == (cfg.height, cfg.width)]
     if not same_size:
         raise ValueError(f"no training sample is {cfg.height} x {cfg.width} pixels; set --height and --width")
-    candidates = [reader.read_pixels(i) for i in same_size]
+    candidates = [reader.read_pixels(i) for i in same_size]  # uint8 (3, H, W)
     chosen = sorted(same_size, key=lambda i: stream_seed(cfg.seed, 0, index[i].key, "evaluate"))[: cfg.num_names]
     prompts, truth = [], []
     for i in chosen:
