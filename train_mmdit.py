@@ -34,8 +34,8 @@ from model.sampling import SamplerSettings, generate
 from parallel import checkpoint
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
-from parallel.fsdp import reshard, shard_model
-from parallel.grad_norm import clip_grad_norm, grad_norm
+from parallel.fsdp import shard_model
+from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
 from parallel.mesh import build_mesh, data_parallel
 from parallel.tensor_parallel import apply_tensor_parallel
@@ -304,12 +304,11 @@ def main(cfg: Config) -> None:
         if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
             checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state()})
             checkpoint.prune(checkpoints, cfg.keep_checkpoints)
-        with ema.swapped_in():
+        with ema.swapped_in(model):
             if cfg.eval_every and (ended or step % cfg.eval_every == 0):
                 run_log.scalars(step, validation_losses(model, encoders, val_reader, cfg, val_micro_batches))
             if cfg.sample_every and (ended or step % cfg.sample_every == 0):
                 run_log.image(step, "samples", sample_grid(model, encoders, cfg, data_rank, num_data_ranks))
-            reshard(model)
         if ended:
             break
 

@@ -151,8 +151,8 @@ class MMDiTBlock(nn.Module):
         txt_modulation: Modulation,
         rotary: Tensor,
         layout: PackedLayout,
-    ) -> tuple[Tensor, Tensor]:
-        """img: (I, D), txt: (T, D) → the same."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """img: (I, D), txt: (T, D) → the same; None for the last block's text."""
         shift1, scale1, gate1, shift2, scale2, gate2 = img_modulation.chunks(self.img_mod, 6)
         txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = txt_modulation.chunks(self.txt_mod, 6)
 
@@ -161,9 +161,10 @@ class MMDiTBlock(nn.Module):
         )
         img = torch.addcmul(img, gate1, img_attn)
         img = torch.addcmul(img, gate2, self.img_mlp(_modulate(img, shift2, scale2)))
-        if not self.is_last:
-            txt = torch.addcmul(txt, txt_gate1, txt_attn)
-            txt = torch.addcmul(txt, txt_gate2, self.txt_mlp(_modulate(txt, txt_shift2, txt_scale2)))
+        if self.is_last:
+            return img, None
+        txt = torch.addcmul(txt, txt_gate1, txt_attn)
+        txt = torch.addcmul(txt, txt_gate2, self.txt_mlp(_modulate(txt, txt_shift2, txt_scale2)))
         return img, txt
 
 

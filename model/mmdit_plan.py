@@ -31,7 +31,7 @@ TENSOR_PARALLEL_PLAN: dict[str, str] = {
     "transformer_blocks.*.txt_mlp.net.0.proj": "colwise",
     "transformer_blocks.*.txt_mlp.net.2": "rowwise",
     "norm_out.linear": "colwise_gather",
-    "proj_out": "rowwise_split",
+    "proj_out": "replicate",
 }
 
 # Fully sharded data parallelism: each match is one unit, gathered and freed as a whole; the rest is the last unit.
