@@ -42,8 +42,10 @@ from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights, load_weights
 from utils.config import parse, run_main, write_run_folder
 from utils.ema import EMA
+from utils.flops import device_peak, mmdit_forward_flops
 from utils.logging import RunLog
 from utils.optimizer import build_adamw, optimizer_tensors
+from utils.phase_timer import PhaseTimer
 from utils.picture_grid import labelled_grid
 from utils.random_streams import torch_generator
 from utils.schedule import learning_rate
@@ -262,8 +264,11 @@ def main(cfg: Config) -> None:
     val_micro_batches = validation_micro_batches(val_index, cfg, data_rank, num_data_ranks)
 
     # ---- 4. Model: built without memory, cut, then filled -----------------------------------------------------------
+    model_config = MMDiTConfig.from_folder(f"{cfg.model}/transformer", num_languages=cfg.num_languages)
+    if model_config.num_attention_heads % cfg.tp:
+        raise ValueError(f"--tp {cfg.tp} does not divide the model's {model_config.num_attention_heads} attention heads")
     with torch.device("meta"):
-        model = MMDiT(MMDiTConfig.from_folder(f"{cfg.model}/transformer", num_languages=cfg.num_languages))
+        model = MMDiT(model_config)
     num_parameters = sum(p.numel() for p in model.parameters())
     apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh["tp"])
     apply_activation_checkpointing(model, FSDP_UNITS, cfg.activation_checkpointing)
@@ -297,6 +302,9 @@ def main(cfg: Config) -> None:
         num_parameters / 1e6, len(index), dist.get_world_size(), mesh, start_step, cfg.num_steps,
     )  # fmt: skip
 
+    timer, peak = PhaseTimer(device), device_peak(device, dtype)
+    ranks_alike = dist.get_world_size() // num_data_ranks  # tensor-parallel peers count the same samples
+
     # ---- 7. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
         # Watch before the step: turn 0 sees the untrained model, the turn after the last step only watches.
@@ -314,22 +322,26 @@ def main(cfg: Config) -> None:
 
         # Batch
         started = time.perf_counter()
-        micro_batches = loader.next_step()
-        data_wait_s = time.perf_counter() - started
+        with timer.phase("data_wait"):
+            micro_batches = loader.next_step()
         # Loss and backward
-        loss_sums, loss_counts, tokens = *torch.zeros(2, len(LANGUAGES), dtype=torch.float64), 0
+        loss_sums, loss_counts, tokens, flops = *torch.zeros(2, len(LANGUAGES), dtype=torch.float64), 0, 0
         for i, samples in enumerate(micro_batches):
-            batch = make_batch(samples, encoders, cfg)
+            with timer.phase("encode"):
+                batch = make_batch(samples, encoders, cfg)
             model.set_requires_gradient_sync(i == len(micro_batches) - 1)
-            losses = sample_losses(model, batch, cfg) * batch.weight
-            (losses.sum() / cfg.global_batch_size).backward()
+            with timer.phase("forward"):
+                losses = sample_losses(model, batch, cfg) * batch.weight
+            with timer.phase("backward"):
+                (losses.sum() / cfg.global_batch_size).backward()
+            flops += 3 * mmdit_forward_flops(model_config, batch.layout.img_lens, batch.layout.txt_lens)
             loss_sums.index_add_(0, batch.language.cpu(), losses.detach().double().cpu())
             loss_counts.index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
             tokens += len(batch.x0) + len(batch.txt)
-        # Clip; the sums over all ranks make every rank see the same loss and norm, so all stop or none
+        # Clip.  The sums over all ranks make every rank see the same loss and norm, so all stop or none
         norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
-        local = [*loss_sums.tolist(), *loss_counts.tolist(), float(tokens), float(len(reader.bad_samples))]
-        *sums, tokens, num_bad = all_reduce_sum(local, device)
+        local = [*loss_sums.tolist(), *loss_counts.tolist(), tokens, flops, len(reader.bad_samples)]
+        *sums, tokens, flops, num_bad = (total / ranks_alike for total in all_reduce_sum(local, device))
         loss_sums, loss_counts = torch.tensor(sums).view(2, -1)
         loss = (loss_sums.sum() / loss_counts.sum()).item()
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -337,29 +349,32 @@ def main(cfg: Config) -> None:
                 f"step {step}: loss {loss}, gradient norm {norm}; stopped before the weights changed. "
                 f"The last checkpoint is in {checkpoints}; lower --lr, or look at the samples of this step (--log_samples)"
             )
-        if num_bad > cfg.max_bad_samples * num_data_ranks:
-            raise ValueError(f"step {step}: over --max_bad_samples {cfg.max_bad_samples} bad samples a rank; see train.log")
+        if num_bad > cfg.max_bad_samples:
+            raise ValueError(f"step {step}: {num_bad:.0f} bad samples, over --max_bad_samples; see {folder}/train.log")
         # Step
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update(step)
+        with timer.phase("optimizer"):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update(step)
 
         # Log
         step_s = time.perf_counter() - started
-        ranks_alike = dist.get_world_size() // num_data_ranks  # tensor-parallel peers count the same samples
-        run_log.progress(step + 1, {"loss": loss, "images/s": cfg.global_batch_size / step_s,
-                                    "tokens/s": tokens / ranks_alike / step_s})  # fmt: skip
+        rates = {"samples_per_s": cfg.global_batch_size / step_s, "tokens_per_s": tokens / step_s}
+        run_log.progress(step + 1, {"loss": loss} | rates)
         if cfg.log_samples:
             run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
         if cfg.log_every and step % cfg.log_every == 0:
-            run_log.scalars(step, {
-                "loss": loss, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"],
-                "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens / ranks_alike, "step_s": step_s,
-                "data_wait_s": data_wait_s, "samples_per_s": cfg.global_batch_size / step_s,
-                "tokens_per_s": tokens / ranks_alike / step_s, "bad_samples": num_bad / ranks_alike,
-            } | {f"loss_{n}": (s / c).item() for n, s, c in zip(LANGUAGES, loss_sums, loss_counts) if c})  # fmt: skip
+            scalars = {"loss": loss} | {f"loss_{n}": (s / c).item() for n, s, c in zip(LANGUAGES, loss_sums, loss_counts) if c}
+            scalars |= {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "samples": (step + 1) * cfg.global_batch_size,
+                        "tokens": tokens, "step_s": step_s, **timer.collect(), **rates, "bad_samples": num_bad,
+                        "tflops": flops / step_s / dist.get_world_size() / 1e12}  # fmt: skip
+            if peak:
+                scalars["mfu"] = scalars["tflops"] * 1e12 / peak
+            if device.type == "cuda":
+                scalars["mem_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            run_log.scalars(step, scalars)
 
     # ---- 8. Tear-down -----------------------------------------------------------------------------------------------
     loader.close()

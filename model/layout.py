@@ -94,6 +94,11 @@ class PackedLayout:
         return len(self.grids)
 
     @property
+    def img_lens(self) -> list[int]:
+        """Image tokens of each sample, references included."""
+        return [sum(f * h * w for f, h, w in images) for images in self.grids]
+
+    @property
     def max_seqlen(self) -> int:
         """Length of the longest sample, text and images together."""
         return self.runs[-1][1]
