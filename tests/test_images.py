@@ -1,0 +1,106 @@
+"""Pictures decode to what a viewer shows, and are never squashed."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from data.images import decode_image, fit, fitted_size, open_image, shown_size
+
+
+def encoded(image: Image.Image, kind: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def quadrants() -> Image.Image:
+    """Red, green / blue, white, 40 x 24 pixels."""
+    image = Image.new("RGB", (40, 24), "white")
+    draw = ImageDraw.Draw(image)
+    for box, colour in (((0, 0, 19, 11), "red"), ((20, 0, 39, 11), "lime"), ((0, 12, 19, 23), "blue")):
+        draw.rectangle(box, fill=colour)
+    return image
+
+
+@pytest.mark.parametrize("orientation, transpose", [
+    (1, None), (2, Image.FLIP_LEFT_RIGHT), (3, Image.ROTATE_180), (4, Image.FLIP_TOP_BOTTOM), (5, Image.TRANSPOSE),
+    (6, Image.ROTATE_270), (7, Image.TRANSVERSE), (8, Image.ROTATE_90),
+])  # fmt: skip
+def test_exif_orientation(orientation, transpose):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(quadrants(), "PNG", exif=exif)
+    expected = quadrants() if transpose is None else quadrants().transpose(transpose)
+    assert np.array_equal(decode_image(data), expected)
+    assert shown_size(open_image(data)) == (expected.height, expected.width)
+
+
+def test_transparency_lies_over_white():
+    image = Image.new("RGBA", (8, 8), (255, 0, 0, 128))
+    assert decode_image(encoded(image, "PNG")).getpixel((0, 0)) == pytest.approx((255, 127, 127), abs=1)
+    clear = Image.new("LA", (8, 8), (0, 0))
+    assert decode_image(encoded(clear, "PNG")).getpixel((0, 0)) == (255, 255, 255)
+    palette = Image.new("P", (8, 8), 0)
+    palette.putpalette([0, 0, 0, 10, 20, 30])
+    palette.putpixel((3, 3), 1)
+    decoded = decode_image(encoded(palette, "PNG", transparency=0))
+    assert decoded.getpixel((0, 0)) == (255, 255, 255) and decoded.getpixel((3, 3)) == (10, 20, 30)
+
+
+def test_cmyk_and_16_bit_and_grey():
+    cmyk = Image.new("CMYK", (16, 16), (0, 255, 255, 0))  # red ink
+    red = decode_image(encoded(cmyk, "JPEG", quality=95)).getpixel((8, 8))
+    assert red[0] > 200 and max(red[1:]) < 60
+    deep = Image.fromarray(np.full((8, 8), 0x8000, np.uint16))
+    assert decode_image(encoded(deep, "PNG")).getpixel((0, 0)) == (128, 128, 128)
+    assert decode_image(encoded(Image.new("L", (8, 8), 77), "PNG")).getpixel((0, 0)) == (77, 77, 77)
+
+
+def test_first_frame_of_an_animation():
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decode_image(data).getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", encoded(quadrants(), "PNG")[:60], encoded(quadrants(), "JPEG")[:-300]])
+def test_damaged_files_are_refused(data):
+    with pytest.raises(ValueError):
+        decode_image(data)
+
+
+def test_a_decompression_bomb_is_refused(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 400)
+    with pytest.raises(ValueError):
+        decode_image(encoded(quadrants(), "PNG"))
+
+
+@pytest.mark.parametrize("height, width, max_pixels, expected", [
+    (64, 64, 10**6, (64, 64)), (72, 100, 10**6, (64, 96)), (1080, 1920, 10**7, (1072, 1920)),
+    (2000, 1000, 512 * 512, (720, 352)), (8, 40, 10**6, (16, 80)),
+])  # fmt: skip
+def test_fitted_sizes(height, width, max_pixels, expected):
+    assert fitted_size(height, width, 16, max_pixels) == expected
+
+
+@pytest.mark.parametrize("size", [(300, 300), (200, 420), (517, 331), (1000, 90)])
+def test_a_circle_stays_a_circle(size):
+    width, height = size
+    image = Image.new("L", size, 0)
+    radius = min(size) * 0.4
+    box = (width / 2 - radius, height / 2 - radius, width / 2 + radius, height / 2 + radius)
+    ImageDraw.Draw(image).ellipse(box, fill=255)
+    target = fitted_size(height, width, 16, 128 * 128)
+    fitted = np.asarray(fit(image.convert("RGB"), target))[..., 0] > 127
+    assert fitted.shape == target
+    rows, columns = fitted.any(1).sum(), fitted.any(0).sum()
+    assert abs(int(rows) - int(columns)) <= 2
+
+
+def test_cropping_alone_keeps_pixels():
+    image = quadrants()
+    assert np.array_equal(fit(image, (16, 32)), image.crop((4, 4, 36, 20)))
+    assert fit(image, (24, 40)) is image
+
+

@@ -1,0 +1,76 @@
+"""The plan: the same samples, wordings and dropouts a step on any number of ranks."""
+
+from collections import Counter
+
+import pytest
+
+from data.index import build_index
+from data.order import GlobalOrder
+from data.plan import BatchPlan, every_language
+from tests.shards import simple_samples, write_shard
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    shard = write_shard(folder / "a.tar", simple_samples(23))
+    return build_index([str(shard)], lambda text: len(text.split()) + 5, "t", folder / "cache")
+
+
+def plan_of(index, num_ranks=1, rank=0, batch=16, max_tokens=200, **settings):
+    order = GlobalOrder(len(index), batch, seed=5)
+    return BatchPlan(
+        index, order, num_ranks=num_ranks, rank=rank, max_tokens=max_tokens, seed=5, num_empty_tokens=5, **settings
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_ranks_share_out_the_same_global_batch(index, num_ranks):
+    for step in range(6):
+        expected = plan_of(index).global_batch(step)
+        ranks = [plan_of(index, num_ranks, rank).micro_batches(step) for rank in range(num_ranks)]
+        assert len({len(rank) for rank in ranks}) == 1
+        dealt = [p for rank in ranks for micro in rank for p in micro if p.weight]
+        assert Counter(dealt) == Counter(expected)
+        assert all(micro and sum(p.num_tokens for p in micro) <= 200 for rank in ranks for micro in rank)
+
+
+def test_token_counts_are_those_of_what_is_read(index):
+    for planned in plan_of(index, caption_dropout=0.5).global_batch(0):
+        record = index[planned.index]
+        assert planned.num_image_tokens == record.height // 16 * (record.width // 16)
+        text = 5 if planned.drop_caption else record.caption_tokens[planned.language][planned.wording]
+        assert planned.num_text_tokens == text
+
+
+def test_shares_of_languages_wordings_and_dropout(index):
+    seen = [p for s in range(400) for p in plan_of(index, caption_dropout=0.2, zh_share=0.7).global_batch(s)]
+    num = len(seen)
+    assert sum(p.language == "zh" for p in seen) / num == pytest.approx(0.7, abs=0.03)
+    assert sum(p.drop_caption for p in seen) / num == pytest.approx(0.2, abs=0.03)
+    english = [p.wording for p in seen if p.language == "en"]
+    assert english.count(0) / len(english) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_sample_draws_afresh_each_epoch(index):
+    plan = plan_of(index)
+    draws = {}
+    for step in range(60):
+        for p in plan.global_batch(step):
+            draws.setdefault(p.index, set()).add((p.language, p.wording, p.drop_caption))
+    assert all(len(drawn) > 1 for drawn in draws.values())
+
+
+def test_too_few_samples_fill_up_at_weight_zero(index):
+    ranks = [plan_of(index, 4, rank, batch=2).micro_batches(0) for rank in range(4)]
+    weights = sorted(p.weight for rank in ranks for micro in rank for p in micro)
+    assert weights == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_every_language_once(index):
+    assert [p.language for p in every_language(index, 3)] == ["en", "zh"]
+
+
+def test_bad_shares_are_refused(index):
+    with pytest.raises(ValueError, match="caption_dropout"):
+        plan_of(index, caption_dropout=1.5)
