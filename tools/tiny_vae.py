@@ -22,7 +22,7 @@ BATCH = 64
 KL_WEIGHT = 3e-5
 # Cycles of (steps, peak learning rate, weight of the absolute beside the squared error).  The absolute error learns
 # sharp edges sooner; the last cycle then polishes the squared error, which PSNR measures.
-CYCLES = [(2400, 2e-3, 0.1), (1600, 1e-3, 0.0)]
+CYCLES = [(2400, 2e-3, 0.1), (1200, 1e-3, 0.0)]
 BACKGROUNDS = ["#ffffff", "#bfe3ff", "#c9f2c7", "#fff3b0", "#ffd1dc", "#d0d0d0", "#e6d5ff", "#ffe0b8"]
 
 
