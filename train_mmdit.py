@@ -245,7 +245,6 @@ def main(cfg: Config) -> None:
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     folder = Path(cfg.run_folder)
-    write_run_folder(folder, cfg, __file__)
 
     # ---- 2. Frozen encoders -----------------------------------------------------------------------------------------
     encoders = Encoders(cfg.model, device, dtype, cfg.latents_cache_gib, cfg.text_cache_gib)
@@ -288,6 +287,7 @@ def main(cfg: Config) -> None:
     tensors |= {f"ema.{name}": average for name, average in ema.tensors().items()}
     tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer, model).items()}
     checkpoints = folder / "checkpoints"
+    write_run_folder(folder, cfg, __file__)
     start_step = 0
     if (newest := checkpoint.latest(checkpoints)) is not None:
         state = checkpoint.load(checkpoints, newest, tensors)

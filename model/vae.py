@@ -53,7 +53,9 @@ class ImageVAE(nn.Module):
 
     @classmethod
     def from_folder(cls, folder: str | Path, device: torch.device, dtype: torch.dtype = torch.float32) -> "ImageVAE":
-        """Load a released `vae/` folder, frozen.  Raises: OSError if a file is missing."""
+        """Load a released `vae/` folder, frozen.  Raises: ValueError if it is not there."""
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"no VAE at {folder}; give --model a folder in the released layout")
         vae = AutoencoderKLQwenImage.from_pretrained(str(folder), torch_dtype=dtype)
         return cls(vae).to(device).eval().requires_grad_(False)
 

@@ -1,0 +1,167 @@
+"""The training script through its real command line: it runs, resumes to the bit, and says clearly what is wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from parallel import checkpoint
+from tests.shards import simple_samples, write_shard
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FAST = [
+    "--global_batch_size", "8", "--lr_schedule", "constant", "--eval_every", "0", "--sample_every", "0",
+    "--log_every", "1", "--log_samples", "--max_tokens_per_micro_batch", "120", "--eval_samples", "4",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def train(cache: Path, run: Path, *flags: str, ranks: int = 1, script: str = "train_mmdit.py", expect: int = 0) -> str:
+    """Run the script and return what it printed; fails the test on another exit code."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command += [str(REPOSITORY / script), "--run_folder", str(run), "--cache_folder", str(cache), *FAST, *flags]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment | {"OMP_NUM_THREADS": "1"}, text=True, timeout=240,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert (done.returncode == 0) == (expect == 0), done.stdout
+    return done.stdout
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples_seen(run: Path) -> dict[int, list[str]]:
+    lines = [json.loads(line) for line in (run / "samples_seen.jsonl").read_text().splitlines()]
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"]: line["samples"] for line in lines}
+
+
+def state(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return checkpoint.load_tensors(run / "checkpoints", step, "")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cache, tmp_path_factory):
+    """Ten steps on two ranks without a stop."""
+    run = tmp_path_factory.mktemp("runs") / "undisturbed"
+    train(cache, run, "--num_steps", "10", "--save_every", "5", ranks=2)
+    return run
+
+
+@pytest.fixture(scope="module")
+def stopped(cache, tmp_path_factory):
+    """The same run, ended after five steps."""
+    run = tmp_path_factory.mktemp("runs") / "stopped"
+    train(cache, run, "--num_steps", "5", "--save_every", "5", ranks=2)
+    return run
+
+
+def test_resumed_run_is_the_undisturbed_one_to_the_bit(cache, undisturbed, stopped, tmp_path):
+    resumed = tmp_path / "resumed"
+    shutil.copytree(stopped, resumed)
+    train(cache, resumed, "--num_steps", "10", "--save_every", "5", ranks=2)
+    expected, actual = state(undisturbed, 10), state(resumed, 10)
+    assert expected.keys() == actual.keys() and any(name.startswith("optimizer.") for name in expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert samples_seen(resumed) == samples_seen(undisturbed)
+    key = ("step", "loss", "grad_norm", "lr")
+    assert [[m[k] for k in key] for m in metrics(resumed)] == [[m[k] for k in key] for m in metrics(undisturbed)]
+
+
+@pytest.mark.parametrize("ranks, flags", [(1, []), (4, ["--tp", "2"])])
+def test_resume_on_another_world_size_and_mesh(cache, undisturbed, stopped, tmp_path, ranks, flags):
+    resumed = tmp_path / "resumed"
+    shutil.copytree(stopped, resumed)
+    train(cache, resumed, "--num_steps", "10", "--save_every", "5", *flags, ranks=ranks)
+    assert samples_seen(resumed) == samples_seen(undisturbed)
+    losses = [[m["loss"] for m in metrics(run)] for run in (resumed, undisturbed)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_everything_a_run_should_leave(cache, tmp_path):
+    run = tmp_path / "run"
+    printed = train(
+        cache, run, "--num_steps", "4", "--eval_every", "2", "--sample_every", "4", "--sample_steps", "2", "--save_every", "4",
+        "--sample_prompts", "dog face", "狗脸", "红苹果", "--num_languages", "3", ranks=2,
+    )  # fmt: skip
+    assert "pictures" in printed and "curves" in printed and "checkpoint" in printed
+    for name in ("config.json", "train_mmdit.py", "train.log", "tb", "samples/step-00000000.png"):
+        assert (run / name).exists(), name
+    assert Image.open(run / "samples/step-00000004.png").width > 3 * 64
+    watched = [m for m in metrics(run) if "val_loss" in m]
+    assert [m["step"] for m in watched] == [0, 2, 4]
+    # At the start the network says zero: its error is the variance of noise plus that of the unit-variance latents.
+    assert watched[0]["val_loss"] == pytest.approx(2.0, abs=0.4)
+    assert {"val_loss_zh", "val_loss_en"} <= watched[0].keys()
+    logged = {k for m in metrics(run) for k in m}
+    assert {"loss", "grad_norm", "lr", "samples", "tokens", "step_s", "data_wait_s", "samples_per_s", "tflops"} <= logged
+    again = train(cache, run, "--num_steps", "4", "--eval_every", "2", "--sample_every", "4", "--sample_steps", "2",
+                  "--save_every", "4", "--sample_prompts", "dog face", "狗脸", "红苹果", "--num_languages", "3")  # fmt: skip
+    assert "done" in again and len(metrics(run)) == len(metrics(run))
+    other = train(cache, run, "--num_steps", "4", "--num_languages", "3", "--lr", "0.5", expect=2)
+    assert "--lr" in other and "another configuration" in other and "Traceback" not in other
+
+
+def test_own_shards_in_any_number(cache, tmp_path):
+    """One shard on two ranks, fewer samples than a batch, and a bad sample: replaced, named, and within its budget."""
+    shard = write_shard(tmp_path / "mine.tar", simple_samples(6))
+    run = tmp_path / "run"
+    data = ["--data", str(shard), "--validation_data", str(shard), "--save_every", "0", "--num_steps", "3"]
+    train(cache, run, *data, "--eval_every", "3", ranks=2)
+    assert {len(keys) for keys in samples_seen(run).values()} == {8}
+    content = bytearray(shard.read_bytes())
+    content[600] ^= 0xFF  # inside the first picture, whose index is cached under the same size and time
+    times = shard.stat()
+    shard.write_bytes(content)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    printed = train(cache, tmp_path / "bad", *data, ranks=2)
+    assert "bad sample mine.tar/s000" in printed and "done" in printed
+    printed = train(cache, tmp_path / "worse", *data, "--max_bad_samples", "0", expect=2)
+    assert "--max_bad_samples" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--tp", "3", "--dp_shard", "1"], ["3", "ranks"]),
+        (["--model", "nowhere"], ["nowhere"]),
+        (["--data", "nothing/*.tar"], ["no shards match", "nothing/*.tar"]),
+        (["--no_such_flag", "1"], ["no_such_flag"]),
+        (["--lr_schedule", "linear"], ["lr_schedule", "linear", "cosine"]),
+        (["--max_tokens_per_micro_batch", "8"], ["8", "max_tokens_per_micro_batch"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_message(cache, tmp_path, flags, words):
+    printed = train(cache, tmp_path / "run", *flags, "--num_steps", "1", expect=2)
+    assert all(word in printed for word in words), printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_tensor_parallel_must_divide_the_heads(cache, tmp_path):
+    printed = train(cache, tmp_path / "run", "--tp", "3", "--num_steps", "1", ranks=3, expect=2)
+    assert "--tp 3 does not divide the model's" in printed
+    assert "attention heads" in printed
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(cache, tmp_path):
+    run = tmp_path / "run"
+    printed = train(cache, run, "--num_steps", "6", "--lr", "1e30", "--save_every", "1", "--max_grad_norm", "1e30", ranks=2, expect=2)
+    assert "stopped before the weights changed" in printed
+    step = checkpoint.latest(run / "checkpoints")
+    assert all(tensor.isfinite().all() for name, tensor in state(run, step).items() if name.startswith("model."))
