@@ -23,7 +23,7 @@ from data.order import GlobalOrder
 from data.pack import deal
 from data.plan import BatchPlan, every_language
 from data.reader import Loader, Reader, Sample
-from data.shards import expand_shards
+from data.shards import BUILT_IN, expand_shards
 from model import flow
 from model.encoders import Encoders
 from model.latents import PATCH, patchify
@@ -186,7 +186,9 @@ def validation_losses(model: nn.Module, encoders: Encoders, reader: Reader, cfg:
     totals = torch.tensor(all_reduce_sum(torch.stack((sums, counts)).flatten().tolist(), encoders.device))
     sums, counts = totals.view(2, len(LANGUAGES), NUM_STRATA)
     result = {"val_loss": sums.sum() / counts.sum()}
-    result |= {f"val_loss_{name}": s.sum() / n.sum() for name, s, n in zip(LANGUAGES, sums, counts) if n.sum()}
+    result |= {
+        f"val_loss_{name}": s.sum() / n.sum() for name, s, n in zip(LANGUAGES, sums, counts, strict=True) if n.sum()
+    }
     result |= {f"val_loss_t{k}": sums[:, k].sum() / counts[:, k].sum() for k in range(NUM_STRATA)}
     return {name: value.item() for name, value in result.items()}
 
@@ -260,12 +262,16 @@ def main(cfg: Config) -> None:
         max_tokens=cfg.max_tokens_per_micro_batch, seed=cfg.seed, caption_dropout=cfg.caption_dropout,
         zh_share=cfg.zh_share, num_empty_tokens=encoders.text.count_tokens(""), max_pixels=cfg.max_pixels,
     )  # fmt: skip
+    if not cfg.validation_data and cfg.data not in BUILT_IN:
+        log.warning("no --validation_data: validation looks at the training samples")
     val_micro_batches = validation_micro_batches(val_index, cfg, data_rank, num_data_ranks)
 
     # ---- 4. Model: built without memory, cut, then filled -----------------------------------------------------------
     model_config = MMDiTConfig.from_folder(f"{cfg.model}/transformer", num_languages=cfg.num_languages)
     if model_config.num_attention_heads % cfg.tp:
-        raise ValueError(f"--tp {cfg.tp} does not divide the model's {model_config.num_attention_heads} attention heads")
+        raise ValueError(
+            f"--tp {cfg.tp} does not divide the model's {model_config.num_attention_heads} attention heads"
+        )
     with torch.device("meta"):
         model = MMDiT(model_config)
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -277,9 +283,7 @@ def main(cfg: Config) -> None:
         load_weights(model, f"{cfg.model}/transformer", optional=("language_embed.weight",))
 
     # ---- 5. Optimizer and EMA ---------------------------------------------------------------------------------------
-    optimizer = build_adamw(
-        model.named_parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay
-    )
+    optimizer = build_adamw(model.named_parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay)
     ema = EMA(model.named_parameters(), cfg.ema_decay)
 
     # ---- 6. Resume --------------------------------------------------------------------------------------------------
@@ -347,29 +351,31 @@ def main(cfg: Config) -> None:
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise ValueError(
                 f"step {step}: loss {loss}, gradient norm {norm}; stopped before the weights changed. "
-                f"The last checkpoint is in {checkpoints}; lower --lr, or look at the samples of this step (--log_samples)"
+                "Lower --lr, or look at the step's samples (--log_samples); the same command resumes from the last save"
             )
         if num_bad > cfg.max_bad_samples:
             raise ValueError(f"step {step}: {num_bad:.0f} bad samples, over --max_bad_samples; see {folder}/train.log")
         # Step
         with timer.phase("optimizer"):
+            lr = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
+                group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
             ema.update(step)
 
         # Log
-        step_s = time.perf_counter() - started
+        step_s, phases = time.perf_counter() - started, timer.collect()
         rates = {"samples_per_s": cfg.global_batch_size / step_s, "tokens_per_s": tokens / step_s}
         run_log.progress(step + 1, {"loss": loss} | rates)
         if cfg.log_samples:
             run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
         if cfg.log_every and step % cfg.log_every == 0:
-            scalars = {"loss": loss} | {f"loss_{n}": (s / c).item() for n, s, c in zip(LANGUAGES, loss_sums, loss_counts) if c}
-            scalars |= {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "samples": (step + 1) * cfg.global_batch_size,
-                        "tokens": tokens, "step_s": step_s, **timer.collect(), **rates, "bad_samples": num_bad,
-                        "tflops": flops / step_s / dist.get_world_size() / 1e12}  # fmt: skip
+            by_language = zip(LANGUAGES, loss_sums, loss_counts, strict=True)
+            scalars = {"loss": loss} | {f"loss_{name}": (s / n).item() for name, s, n in by_language if n}
+            scalars |= {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
+            scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad}
+            scalars["tflops"] = flops / step_s / dist.get_world_size() / 1e12
             if peak:
                 scalars["mfu"] = scalars["tflops"] * 1e12 / peak
             if device.type == "cuda":
@@ -380,11 +386,11 @@ def main(cfg: Config) -> None:
     loader.close()
     run_log.close()
     if is_main():
-        print(
-            f"done: {cfg.num_steps} steps\n  pictures    {folder / 'samples'}\n  curves      tensorboard --logdir {folder}"
-            f"\n  checkpoint  {checkpoint.step_folder(checkpoints, cfg.num_steps)}"
-            f"\n  try it      ./launch.sh -m tools.sample --run {folder} --prompt '狗脸' --prompt 'red apple'"
-        )
+        print(f"done: {cfg.num_steps} steps\n  pictures    {folder / 'samples'}")
+        print(f"  curves      tensorboard --logdir {folder}")
+        if cfg.save_every:
+            print(f"  checkpoint  {checkpoint.step_folder(checkpoints, cfg.num_steps)}")
+            print(f"  try it      ./launch.sh -m tools.sample --run {folder} --prompt 'dog face' --prompt 狗脸")
     shutdown()
 
 

@@ -10,7 +10,11 @@ _LATIN = re.compile(r"[A-Za-z\u00c0-\u024f]")
 
 def decode_text(data: bytes) -> str:
     """Decode by rule: a byte-order mark decides; else UTF-8; else GB18030 if that gives Han characters; else cp1252."""
-    for mark, encoding in ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")):
+    for mark, encoding in (
+        (codecs.BOM_UTF8, "utf-8-sig"),
+        (codecs.BOM_UTF16_LE, "utf-16"),
+        (codecs.BOM_UTF16_BE, "utf-16"),
+    ):
         if data.startswith(mark):
             return data.decode(encoding, errors="replace")
     try:

@@ -90,7 +90,9 @@ def build_emoji(name: str, cache_folder: Path) -> EmojiSet:
     """
     if name not in _SETS:
         raise ValueError(f"no built-in data set {name!r}; there are {', '.join(_SETS)}")
-    sources = [Path(__file__).with_name(n) for n in ("emoji.py", "emoji_captions.py", "emoji_table.py", "emoji_small.txt")]
+    sources = [
+        Path(__file__).with_name(n) for n in ("emoji.py", "emoji_captions.py", "emoji_table.py", "emoji_small.txt")
+    ]
     recipe = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     folder = Path(cache_folder) / f"{name}-{recipe}"
     if not (folder / _DONE).is_file():

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-# Words that end in s and are one thing, and words that are not counted: the article follows the last word of a name.
-_SINGULAR = set("hippopotamus bus cactus octopus lotus walrus rhinoceros hibiscus abacus mouse santa claus apatosaurus t-rex".split())
+# Words that end in s and are one thing, and words that are not counted: the article goes by a name's last word.
+_SINGULAR = set("hippopotamus bus cactus octopus lotus walrus rhinoceros hibiscus abacus claus apatosaurus".split())
 _UNCOUNTED = set(
-    "bacon bread butter cheese corn fire ginger honey ice money music popcorn rice salt spaghetti sushi tea garlic lipstick"
-    " trousers jeans running".split()
+    "bacon bread butter cheese corn fire ginger honey ice money music popcorn rice salt spaghetti sushi tea garlic "
+    "lipstick trousers jeans running".split()
 )
 
 # English name and CSS colour, Chinese name.
@@ -36,7 +36,9 @@ def with_article(name: str) -> str:
     if first in ("a", "an", "the", "people", "men", "women") or plural or last in _UNCOUNTED:
         return name
     # By sound: "a unicorn", "a one-piece", "an hourglass".
-    vowel = first[0] in "aeiou" and not first.startswith(("uni", "one", "euro", "ut")) or first.startswith(("hour", "x-"))
+    vowel = (
+        first[0] in "aeiou" and not first.startswith(("uni", "one", "euro", "ut")) or first.startswith(("hour", "x-"))
+    )
     return f"{'an' if vowel else 'a'} {name}"
 
 

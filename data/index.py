@@ -55,7 +55,9 @@ class Index:
         self.shards = list(shards)
         self._starts = np.cumsum([0] + [len(part["key"]) for part in parts])
         self._parts = list(parts)
-        self.rejects = [(str(k), str(r)) for part in parts for k, r in zip(part["reject_key"], part["reject_reason"])]
+        self.rejects = [
+            (str(k), str(r)) for part in parts for k, r in zip(part["reject_key"], part["reject_reason"], strict=True)
+        ]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -79,7 +81,7 @@ class Index:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of every key, size, checksum and token count, in order: it says whether two runs have the same data."""
+        """A hash of every key, size, checksum and token count, in order: equal for two runs on the same data."""
         digest = hashlib.sha256()
         for shard, part in zip(self.shards, self._parts, strict=True):
             digest.update(Path(shard).name.encode())

@@ -42,9 +42,7 @@ def every_language(index: Index, i: int, max_pixels: int = DEFAULT_MAX_PIXELS) -
     return [_planned(0, i, record, language, 0, max_pixels) for language in record.caption_tokens]
 
 
-def _planned(
-    epoch: int, i: int, record: SampleRecord, language: str, wording: int, max_pixels: int
-) -> PlannedSample:
+def _planned(epoch: int, i: int, record: SampleRecord, language: str, wording: int, max_pixels: int) -> PlannedSample:
     height, width = fitted_size(record.height, record.width, MULTIPLE, max_pixels)
     image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
     text_tokens = record.caption_tokens[language][wording]

@@ -45,9 +45,9 @@ class Sample:
 class Reader:
     """Random access to the samples of an index.  Safe to use from several threads.
 
-    A bad sample (checksum, picture, caption) is named in the log once, kept in `bad_samples` {key: reason}, and replaced
-    by the next sample of the index, of the same size and no longer caption, that can be read: a function of the sample
-    alone, so every rank of every world size puts the same one in its place.
+    A bad sample (checksum, picture, caption) is named in the log once, kept in `bad_samples` {key: reason}, and
+    replaced by the next sample of the index, of the same size and no longer caption, that can be read: a function of
+    the sample alone, so every rank of every world size puts the same one in its place.
     """
 
     def __init__(self, index: Index, max_pixels: int = DEFAULT_MAX_PIXELS):
@@ -164,7 +164,9 @@ class Loader:
         needs_pixels: Callable[[str], bool] = lambda key: True,
     ):
         if num_workers < 0 or prefetch_steps < 1:
-            raise ValueError(f"--num_workers {num_workers} must not be negative, --prefetch_steps {prefetch_steps} >= 1")
+            raise ValueError(
+                f"--num_workers {num_workers} must not be negative, --prefetch_steps {prefetch_steps} >= 1"
+            )
         self.reader, self.plan = reader, plan
         self._needs_pixels = needs_pixels
         self._pool = ThreadPoolExecutor(num_workers, "reader") if num_workers else None

@@ -65,9 +65,7 @@ class JointAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(inner, dim)])
         self.to_add_out = nn.Linear(inner, dim)
 
-    def forward(
-        self, img: Tensor, txt: Tensor, rotary: Tensor, layout: PackedLayout
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, img: Tensor, txt: Tensor, rotary: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | None]:
         """img: (I, D), txt: (T, D), rotary: (L, 1, Dh / 2) complex, in joint order.
 
         Returns (I, D) and (T, D), or None for the text where its output is not needed.

@@ -45,7 +45,9 @@ class PackedLayout:
         Raises: ValueError for an empty micro-batch, a sample without an image or without text.
         """
         if len(grids) != len(txt_lens) or not grids:
-            raise ValueError(f"need one text length a sample and at least one sample, got {len(grids)}, {len(txt_lens)}")
+            raise ValueError(
+                f"need one text length a sample and at least one sample, got {len(grids)}, {len(txt_lens)}"
+            )
         for b, (images, txt_len) in enumerate(zip(grids, txt_lens, strict=True)):
             if not images or txt_len < 1 or any(min(grid) < 1 for grid in images):
                 raise ValueError(f"sample {b} needs an image and at least one text token: {images}, {txt_len} tokens")
@@ -74,9 +76,7 @@ class PackedLayout:
             txt_sample=samples.repeat_interleave(torch.tensor(txt_lens)),
             is_reference=within >= torch.tensor(target_lens)[img_sample],
             img_positions=torch.cat(positions),
-            txt_positions=torch.cat(
-                [torch.arange(s, s + n) for s, n in zip(txt_starts, txt_lens, strict=True)]
-            ),
+            txt_positions=torch.cat([torch.arange(s, s + n) for s, n in zip(txt_starts, txt_lens, strict=True)]),
             joint_order=joint_order,
             joint_inverse=torch.empty_like(joint_order).scatter_(0, joint_order, torch.arange(len(joint_order))),
             cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),

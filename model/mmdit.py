@@ -268,7 +268,13 @@ def init_parameter(name: str, parameter: Tensor, generator: torch.Generator) -> 
     Modulations and the output start at zero, so that every block begins as the identity (adaLN-zero, arXiv
     2212.09748); biases and the language embedding are zero, norms one, other weights Xavier uniform.
     """
-    zero = ("img_mod.1.weight", "txt_mod.1.weight", "norm_out.linear.weight", "proj_out.weight", "language_embed.weight")
+    zero = (
+        "img_mod.1.weight",
+        "txt_mod.1.weight",
+        "norm_out.linear.weight",
+        "proj_out.weight",
+        "language_embed.weight",
+    )
     with torch.no_grad():
         if name.endswith(zero) or name.endswith(".bias"):
             parameter.zero_()

@@ -24,7 +24,7 @@ def rotary_factors(positions: Tensor, axes_dims: tuple[int, int, int], dtype: to
 
 
 def apply_rotary(x: Tensor, factors: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of channels: x (L, N, Dh) any float dtype, factors (L, 1, Dh / 2) → x's shape and dtype.
+    """Rotate neighbouring pairs of channels: x (L, N, Dh) any float dtype, factors (L, 1, Dh / 2) → as x.
 
     One complex product: on a CPU a fifth of the time of the same in real arithmetic.
     """

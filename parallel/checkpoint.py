@@ -120,7 +120,7 @@ def load_tensors(folder: Path, step: int, prefix: str) -> dict[str, Tensor]:
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints: the record first, so that no torn one can be taken for whole."""
+    """Delete all but the newest `keep_last` checkpoints, the record first: no torn one can be taken for whole."""
 
     def delete() -> None:
         for step in _steps(folder)[max(1, keep_last) :]:
@@ -137,7 +137,7 @@ def verify_all(path: Path) -> str | None:
 
 
 def _problem(path: Path, share: int = 0, num_shares: int = 1) -> str | None:
-    """Check the record, the list of files, all sizes, and the checksums of every num_shares-th file from number share on."""
+    """Check the record, the list of files, all sizes, and the checksums of files share, share + num_shares, …"""
     try:
         record = json.loads((path / RECORD).read_text())
         files = record["files"]

@@ -14,8 +14,8 @@ from parallel.slices import num_shards
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm of all gradients as if they were one vector on one device.
 
-    Parameters may be plain (the same on every rank) or DTensors on any mesh that spans all ranks, sharded or replicated;
-    those without a gradient are skipped.  One collective in all.
+    Parameters may be plain (the same on every rank) or DTensors on any mesh that spans all ranks, sharded or
+    replicated; those without a gradient are skipped.  One collective in all.
     Returns a 0-dim tensor, equal on every rank, float32 (float64 for float64 gradients).
     """
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -35,7 +35,9 @@ def weight_files(folder: str | Path) -> dict[str, Path]:
             where[name] = file
     for index in folder.glob("*.safetensors.index.json"):
         listed = json.loads(index.read_text())["weight_map"]
-        wrong = sorted(name for name in listed.keys() | where.keys() if where.get(name) != folder / listed.get(name, ""))
+        wrong = sorted(
+            name for name in listed.keys() | where.keys() if where.get(name) != folder / listed.get(name, "")
+        )
         if wrong:
             raise ValueError(f"{index} and the files beside it disagree on {len(wrong)} tensors, first {wrong[0]}")
     return where

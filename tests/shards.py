@@ -18,7 +18,7 @@ def picture_bytes(height: int, width: int, seed: int = 0, kind: str = "PNG") -> 
 
 
 def write_shard(path: Path, samples: list[dict]) -> Path:
-    """Write samples with keys, sizes and captions: {"key", "height", "width", "captions", "category"}, or raw members."""
+    """Write samples given as {"key", "height", "width", "captions", "category"}, or as raw members."""
     with path.open("wb") as file, TarWriter(file) as writer:
         for i, sample in enumerate(samples):
             if "members" in sample:

@@ -1,4 +1,4 @@
-"""The default data sets: curated, split by family, drawn where the captions say, built once by any number of processes."""
+"""The default data sets: curated, split by family, drawn where the captions say, built once by many processes."""
 
 import io
 import json
@@ -78,7 +78,10 @@ def test_scenes_show_what_their_captions_say(built):
             emoji = load_emoji()[char]
             named = with_article(emoji.en)
             place = next(p for p, (words, _) in PLACES.items() if f"{named} {words}" in caption)
-            x = {"left": 0.25 if len(meta["chars"]) == 2 else 1 / 6, "right": 0.75 if len(meta["chars"]) == 2 else 5 / 6}
+            x = {
+                "left": 0.25 if len(meta["chars"]) == 2 else 1 / 6,
+                "right": 0.75 if len(meta["chars"]) == 2 else 5 / 6,
+            }
             centre = (x.get(place, 0.5) * width, {"top": 0.25, "bottom": 0.75}.get(place, 0.5) * height)
             # The mean colour around the object's centre is that of the object over the background.
             side = 20

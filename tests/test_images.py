@@ -102,5 +102,3 @@ def test_cropping_alone_keeps_pixels():
     image = quadrants()
     assert np.array_equal(fit(image, (16, 32)), image.crop((4, 4, 36, 20)))
     assert fit(image, (24, 40)) is image
-
-

@@ -29,7 +29,10 @@ def test_rotary_equals_diffusers(images):
     reference = QwenEmbedRope(10_000, [4, 6, 6], scale_rope=True)
     img_table, txt_table = reference([images], torch.device("cpu"), 6)
     layout = PackedLayout.build([images], [6])
-    for positions, table in ((layout.img_positions, img_table), (layout.txt_positions[:, None].expand(-1, 3), txt_table)):
+    for positions, table in (
+        (layout.img_positions, img_table),
+        (layout.txt_positions[:, None].expand(-1, 3), txt_table),
+    ):
         factors = rotary_factors(positions, (4, 6, 6), torch.float32)
         torch.testing.assert_close(factors[:, 0], table, atol=1e-6, rtol=0)
 

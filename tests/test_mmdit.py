@@ -101,7 +101,7 @@ def test_forward_and_every_gradient_equal_diffusers(dtype, bound, zero_cond_t):
     actual.backward(upstream)
 
     assert relative_error(actual, expected) <= bound
-    for (ours_in, reference_in) in zip(inputs[1], inputs[0], strict=True):
+    for ours_in, reference_in in zip(inputs[1], inputs[0], strict=True):
         assert relative_error(ours_in.grad, reference_in.grad) <= bound
     ours_parameters = dict(ours.named_parameters())
     compared = 0

@@ -24,7 +24,9 @@ def test_batches_are_consecutive_pieces_of_the_epochs():
 
 
 def test_a_batch_larger_than_the_data_set_spans_epochs():
-    assert sorted((r.epoch, r.index) for r in GlobalOrder(3, 8, 0).batch(0))[:6] == [(e, i) for e in (0, 1) for i in range(3)]
+    assert sorted((r.epoch, r.index) for r in GlobalOrder(3, 8, 0).batch(0))[:6] == [
+        (e, i) for e in (0, 1) for i in range(3)
+    ]
 
 
 def test_epochs_and_seeds_differ():

@@ -171,7 +171,13 @@ def test_every_mesh_equals_one_process(world_size):
 
 def test_accumulation_and_checkpointing_change_nothing():
     cases = [
-        {"mesh_sizes": (1, 2, 1, 1), "dtype": torch.float64, "num_micro": num_micro, "checkpointing": mode, "reshard": reshard}
+        {
+            "mesh_sizes": (1, 2, 1, 1),
+            "dtype": torch.float64,
+            "num_micro": num_micro,
+            "checkpointing": mode,
+            "reshard": reshard,
+        }
         for num_micro, mode, reshard in ((1, "full", True), (2, "none", True), (4, "none", False), (2, "full", False))
     ]
     expected = reference(torch.float64)

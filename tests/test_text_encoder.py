@@ -13,7 +13,8 @@ from model.text_encoder import TextEncoder
 
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
 PROMPTS = [
-    "dog face", "狗脸", "", " ", "浅蓝色背景上，左边是狗脸，右边是红苹果", "a long line " * 30, "\nleading newline", "émoji 🐶 мир",
+    "dog face", "狗脸", "", " ", "浅蓝色背景上，左边是狗脸，右边是红苹果", "a long line " * 30, "\nleading newline",
+    "émoji 🐶 мир",
 ]  # fmt: skip
 
 
@@ -68,7 +69,14 @@ def test_tokenizer_round_trips_any_text(encoder):
 
 def test_both_languages_mean_the_same(encoder):
     """The nearest of the other language's names, by mean state, is the translation."""
-    pairs = [("dog face", "狗脸"), ("red apple", "红苹果"), ("rocket", "火箭"), ("guitar", "吉他"), ("pizza", "披萨"), ("sun", "太阳")]
+    pairs = [
+        ("dog face", "狗脸"),
+        ("red apple", "红苹果"),
+        ("rocket", "火箭"),
+        ("guitar", "吉他"),
+        ("pizza", "披萨"),
+        ("sun", "太阳"),
+    ]
 
     def mean_states(names):
         return torch.nn.functional.normalize(torch.stack([encoder.encode(n).mean(0) for n in names]), dim=-1)

@@ -1,8 +1,8 @@
 """Ask a trained run to draw what it was trained on, and look up what it drew: `python -m tools.evaluate --run RUN`.
 
 A number of training samples are prompted by their first caption in every language.  Each generated picture is compared
-with every training picture of its size.  Top-k: the share whose own sample is among the k nearest, by Euclidean distance
-of pixels or of VAE latents.  Writes evaluation.json and evaluation.png to the run folder.
+with every training picture of its size.  Top-k: the share whose own sample is among the k nearest, by Euclidean
+distance of pixels or of VAE latents.  Writes evaluation.json and evaluation.png to the run folder.
 """
 
 import json
@@ -78,7 +78,10 @@ def main(cfg: Config) -> None:
     spaces = {
         "pixel": lambda images: torch.stack([image.flatten().float() for image in images]),
         "latent": lambda images: torch.stack(
-            [encoders.moments(f"evaluate-{hash(image.numpy().tobytes())}", lambda i=image: i)[0].flatten() for image in images]
+            [
+                encoders.moments(f"evaluate-{hash(image.numpy().tobytes())}", lambda i=image: i)[0].flatten()
+                for image in images
+            ]
         ),
     }
     report: dict = {"weights": source, "num_prompts": len(prompts), "num_candidates": len(candidates)}

@@ -78,7 +78,9 @@ def main(cfg: Config) -> None:
         everyone = load_emoji()
         for name, chars in (("curated", small_list()), ("all", everyone)):
             names = [(everyone[c].en, everyone[c].zh) for c in chars]
-            print(f"text: nearest name in the other language, {name} {len(names)}: {retrieval(model, tokenizer, names)}")
+            print(
+                f"text: nearest name in the other language, {name} {len(names)}: {retrieval(model, tokenizer, names)}"
+            )
         save_text(model, tokenizer, folder)
     if cfg.part in ("all", "vae"):
         vae = train_vae()

@@ -11,7 +11,6 @@ Called by `python -m tools.make_tiny`.
 import json
 import random
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -58,7 +57,10 @@ def train_tokenizer() -> Qwen2Tokenizer:
     for token in SPECIAL_TOKENS:
         templates = templates.replace(token, "\n")
     corpus += [templates] * 3000
-    corpus += [" ".join([*COLOURS, *PLACES]), "0 1 2 3 4 5 6 7 8 9 . , : ; ! ? ( ) [ ] { } \" ' - _ / + = * & % $ # @"] * 200
+    corpus += [
+        " ".join([*COLOURS, *PLACES]),
+        "0 1 2 3 4 5 6 7 8 9 . , : ; ! ? ( ) [ ] { } \" ' - _ / + = * & % $ # @",
+    ] * 200
 
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
@@ -85,8 +87,8 @@ def train_tokenizer() -> Qwen2Tokenizer:
 
 def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     """Build the tiny Qwen2.5-VL with random weights; its vision tower is small but whole."""
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("im_end", "endoftext", "vision_start",
-                                                                             "vision_end", "image_pad", "video_pad")}  # fmt: skip
+    names = ("im_end", "endoftext", "vision_start", "vision_end", "image_pad", "video_pad")
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
     config = Qwen2_5_VLConfig(
         text_config=dict(
             vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=2,

@@ -112,9 +112,7 @@ def train_vae(seed: int = 0, cycles: list[tuple[int, float, float, bool]] = CYCL
 
 def measure_latents(vae: ImageVAE, keys: list[str], rng: random.Random) -> ImageVAE:
     """Set `latents_mean` and `latents_std` to those of 2048 training pictures."""
-    moments = [
-        vae.encode_moments(_to_pixels([_picture(keys, rng) for _ in range(BATCH)]))[0] for _ in range(32)
-    ]
+    moments = [vae.encode_moments(_to_pixels([_picture(keys, rng) for _ in range(BATCH)]))[0] for _ in range(32)]
     latents = torch.cat(moments).transpose(0, 1).flatten(1)
     vae.vae.register_to_config(
         latents_mean=[round(v, 4) for v in latents.mean(1).tolist()],

@@ -1,50 +1,69 @@
-"""Exponential moving average of the weights, in float32 shards beside the master weights."""
+"""Exponential moving average of the weights, sharded as the weights are."""
 
-import contextlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class EMA:
-    """The average of `named_parameters`; each rank averages its own shards, without communication."""
+    """A copy of the float32 (or float64) master weights that follows them slowly.
 
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], decay: float):
+    Every rank averages its own shards: no communication, any sharding.
+    """
+
+    @torch.no_grad()
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], decay: float):
+        """decay: in [0, 1), the share of the average that an update keeps.
+
+        Raises: ValueError for another decay.
+        """
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"--ema_decay must be in [0, 1), got {decay}")
         self.decay = decay
-        self.parameters = dict(named_parameters)
-        self.averages = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self._parameters = dict(named_parameters)
+        assert all(p.dtype in (torch.float32, torch.float64) for p in self._parameters.values())
+        self._averages = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move towards the weights after optimizer step `step` (from 0).
+        """Move the average towards the parameters; step: optimizer steps done before this one.
 
-        The decay rises as (1 + step) / (10 + step), so that early averages forget the initial weights.
+        The decay starts low and rises to its value, so that the first weights are soon forgotten.
         """
         decay = min(self.decay, (1 + step) / (10 + step))
-        weights = [_local(parameter.detach()) for parameter in self.parameters.values()]
-        torch._foreach_lerp_([_local(average) for average in self.averages.values()], weights, 1.0 - decay)
+        torch._foreach_lerp_(_local(self._averages.values()), _local(self._parameters.values()), 1 - decay)
 
-    @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Let the model hold the averages inside the block.  FSDP: reshard before it ends, or gathered ones stay."""
-        self._swap()
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the average under the parameters' names; filling these tensors restores it."""
+        return self._averages
+
+    @contextmanager
+    def swapped_in(self, model: nn.Module) -> Iterator[None]:
+        """Let `model` run on the average; afterwards its parameters are what they were, bit for bit.
+
+        Inside, `tensors()` holds the parameters: do not save there.
+        """
+        self._swap(model)
         try:
             yield
         finally:
-            self._swap()
+            self._swap(model)
 
     @torch.no_grad()
-    def _swap(self) -> None:
-        for name, parameter in self.parameters.items():
-            weight, average = _local(parameter.detach()), _local(self.averages[name])
-            kept = weight.clone()
-            weight.copy_(average)
+    def _swap(self, model: nn.Module) -> None:
+        for parameter, average in zip(_local(self._parameters.values()), _local(self._averages.values()), strict=True):
+            kept = parameter.clone()
+            parameter.copy_(average)
             average.copy_(kept)
+        for module in model.modules():  # weights that are still gathered would hide the exchange
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parts of the tensors that lie on this rank."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

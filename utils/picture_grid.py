@@ -22,7 +22,7 @@ def label_font(size: int = _LABEL_SIZE) -> ImageFont.FreeTypeFont:
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int, max_lines: int = 3) -> list[str]:
     """Break `text` into lines of at most `width` pixels, at spaces where it has them; the last one ends in … if cut."""
     lines, line = [], ""
-    for piece in (text.replace(" ", " \0").split("\0") if " " in text else text):
+    for piece in text.replace(" ", " \0").split("\0") if " " in text else text:
         if line and font.getlength((line + piece).rstrip()) > width:
             lines.append(line.rstrip())
             line = ""
@@ -45,9 +45,7 @@ def labelled_grid(pictures: Sequence[np.ndarray], labels: Sequence[str], columns
     texts = [_wrap(label, font, cell_width) for label in labels]
     rows = [range(i, min(i + columns, len(drawn))) for i in range(0, len(drawn), columns)]
     line_height = _LABEL_SIZE + 3
-    heights = [
-        (max(drawn[i].height for i in row), max(len(texts[i]) for i in row) * line_height) for row in rows
-    ]
+    heights = [(max(drawn[i].height for i in row), max(len(texts[i]) for i in row) * line_height) for row in rows]
     width = min(columns, len(drawn)) * (cell_width + _MARGIN) + _MARGIN
     canvas = Image.new("RGB", (width, sum(a + b + _MARGIN for a, b in heights) + _MARGIN), "white")
     draw = ImageDraw.Draw(canvas)
