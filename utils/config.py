@@ -2,19 +2,24 @@
 
 import dataclasses
 import json
-import logging
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import tyro
+from torch.distributed.elastic.multiprocessing.errors import record
 
 Config = TypeVar("Config")
-# These decide how far and how closely a run is watched, not what it computes: they may change on resume.
+USER_ERROR_EXIT_CODE = 2  # the same as for an unknown flag
+_GRACE_S = 5.0  # a rank may be this much later than another at the same error
+# These decide how far, on what and how closely watched a run goes, not what it computes: they may change on resume.
 MAY_CHANGE = frozenset({
     "num_steps", "log_every", "eval_every", "eval_samples", "sample_every", "sample_prompts", "sample_size",
     "sample_steps", "sample_cfg_scale", "save_every", "keep_checkpoints", "log_samples", "num_workers",
@@ -24,39 +29,76 @@ MAY_CHANGE = frozenset({
 })  # fmt: skip
 
 
-def parse(config_class: type[Config], description: str | None = None) -> Config:
-    """Turn the command line into a config; `--help` shows each field's comment, an unknown flag is an error."""
-    return tyro.cli(
-        config_class,
-        description=description,
-        use_underscores=True,
-    )
+def parse(config_class: type[Config], description: str | None = None, args: Sequence[str] | None = None) -> Config:
+    """Turn the command line into a config; `--help` shows each field's comment, an unknown flag is an error (exit 2).
+
+    args: instead of sys.argv[1:].
+    """
+    is_first = _local_rank() == 0  # every rank parses, one speaks
+    try:
+        return tyro.cli(
+            config_class, description=description, args=args, use_underscores=True, console_outputs=is_first
+        )
+    except SystemExit as stop:
+        if stop.code and not is_first:
+            _let_the_first_rank_speak()
+        raise
 
 
 def run_main(main: Callable[[Config], None], config: Config) -> None:
-    """Call main(config).  What a user can get wrong is printed once, without a traceback wall, and exits with 2."""
+    """Call main(config).  What a user can get wrong is printed once, without its traceback, and exits with 2.
+
+    That is a ValueError raised by our own code; one from inside a library is a fault like any other and keeps its
+    traceback.  TRACEBACK=1 in the environment shows the traceback of both.
+    """
     try:
-        main(config)
+        record(main)(config)  # torchrun's table of failed ranks then has the error too
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            logging.getLogger("train").debug("traceback", exc_info=True)
-            if os.environ.get("TRACEBACK"):
-                traceback.print_exc()
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        # Other ranks raised alike; leave without waiting for collectives that will not come.
+        if _raised_in_library(error):
+            raise
+        speaker = ""
+        if _local_rank() != 0:
+            _let_the_first_rank_speak()
+            speaker = f" (rank {os.environ.get('RANK')})"
+        if os.environ.get("TRACEBACK"):
+            traceback.print_exc()
+        print(f"error{speaker}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(2)
+        # Do not wait for reader threads, or for collectives that will not come.
+        os._exit(USER_ERROR_EXIT_CODE)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _let_the_first_rank_speak() -> None:
+    """Wait.  Ranks fail alike, and the launcher stops all when the first of a machine has spoken and left.
+
+    Who is still here after the wait failed alone.
+    """
+    time.sleep(_GRACE_S)
+
+
+def _raised_in_library(error: BaseException) -> bool:
+    """Return whether the innermost frame of the error's traceback belongs to Python itself or an installed package."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
+    return not Path(file).is_absolute() or "site-packages" in file or file.startswith(sysconfig.get_path("stdlib"))
 
 
 def write_run_folder(folder: Path, config: object, script: str, may_change: Collection[str] = MAY_CHANGE) -> None:
-    """Put the resolved config, the script's text and the git diff into the run folder (call on rank 0).
+    """Check that the folder is new or a run with this config; rank 0 writes what the run was made from.
 
-    Raises: ValueError if the folder belongs to a run with other settings that decide what is computed.
+    That is config.json with every field resolved, the script's own text and git.diff.  On resume the latest are kept
+    under these names, and earlier ones that differ as config.1.json, config.2.json …
+
+    Raises: ValueError, on every rank, if the folder belongs to a run with other settings that decide what is computed.
     """
-    settings = json.loads(json.dumps(dataclasses.asdict(config)))
+    settings = _resolved(config)
     path = folder / "config.json"
     if path.exists():
-        earlier = json.loads(path.read_text())
+        earlier = _defaults(type(config)) | json.loads(path.read_text())  # fields may have been added since
         changed = [
             f"--{name}: {earlier.get(name)!r} there, {settings.get(name)!r} here"
             for name in sorted(settings.keys() | earlier.keys())
@@ -67,25 +109,50 @@ def write_run_folder(folder: Path, config: object, script: str, may_change: Coll
                 f"{folder} is a run with another configuration:\n  " + "\n  ".join(changed)
                 + "\nuse the same values to resume it, or another --run_folder for a new run"
             )  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--run_folder {folder} cannot be made: {error}") from error
     _write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-    _write(folder / Path(script).name, Path(script).read_text())
-    diff = _git("diff", "HEAD", cwd=Path(script).parent)
-    commit = _git("rev-parse", "HEAD", cwd=Path(script).parent)
+    _write(folder / Path(script).name, Path(script).read_text(encoding="utf-8"))
+    commit = _git("rev-parse", "HEAD", cwd=Path(script).resolve().parent)
     if commit is not None:
+        diff = _git("diff", "HEAD", cwd=Path(script).resolve().parent)
         _write(folder / "git.diff", f"# commit {commit.strip()}\n{diff or ''}")
 
 
+def _resolved(config: object) -> dict:
+    """Return the config as JSON would give it back: tuples as lists, paths as strings."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def _defaults(config_class: type) -> dict:
+    fields = dataclasses.fields(config_class)
+    return json.loads(
+        json.dumps({f.name: f.default for f in fields if f.default is not dataclasses.MISSING}, default=str)
+    )
+
+
 def _write(path: Path, text: str) -> None:
+    """Write a file in one step; another text that it had before is kept beside it under the next number."""
+    if path.exists():
+        if path.read_text(encoding="utf-8") == text:
+            return
+        numbers = (n for n in range(1, 10**6) if not path.with_name(f"{path.stem}.{n}{path.suffix}").exists())
+        shutil.copyfile(path, path.with_name(f"{path.stem}.{next(numbers)}{path.suffix}"))
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text)
+    beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
 def _git(*arguments: str, cwd: Path) -> str | None:
     """Return git's output, or None without git or outside a repository."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            ["git", *arguments], cwd=cwd, capture_output=True, encoding="utf-8", errors="replace", timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,156 @@
+"""The run's files, read back with other programs: json, TensorBoard's reader, Pillow."""
+
+import io
+import json
+import logging
+import math
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from utils import logging as run_logging
+from utils.logging import RunLog
+
+PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+
+
+def lines(path):
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def train(folder, start_step, num_steps, value):
+    """Log like a train script: step by step, a validation every second step, with the start's own `value`."""
+    run_log = RunLog(folder, num_steps, start_step, is_main=True)
+    for step in range(start_step, num_steps):
+        if step % 2 == 0:
+            run_log.scalars(step, {"val_loss": value})
+            run_log.image(step, "samples", PICTURE)
+        run_log.scalars(step, {"loss": value, "step_s": 0.5})
+        run_log.samples(step, [f"狗-{step}-{value}"])
+        run_log.progress(step + 1, {"loss": value})
+    run_log.close()
+
+
+def curve(folder, tag):
+    events = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0, "images": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    train(tmp_path, 0, 7, 1.0)  # stopped after step 6 of more; its last checkpoint was of 4 steps
+    train(tmp_path, 4, 9, 2.0)
+    expected = [1.0] * 4 + [2.0] * 5
+    training = [line for line in lines(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert [(line["step"], line["loss"]) for line in training] == list(enumerate(expected))
+    validation = [(line["step"], line["val_loss"]) for line in lines(tmp_path / "metrics.jsonl") if "val_loss" in line]
+    assert validation == [(0, 1.0), (2, 1.0), (4, 2.0), (6, 2.0), (8, 2.0)]
+    seen = [(line["step"], line["samples"]) for line in lines(tmp_path / "samples_seen.jsonl")]
+    assert seen == [(step, [f"狗-{step}-{value}"]) for step, value in enumerate(expected)]
+    assert curve(tmp_path, "train/loss") == list(enumerate(expected))
+    assert curve(tmp_path, "validation/val_loss") == validation
+    assert len(curve(tmp_path, "speed/step_s")) == 9
+
+
+def test_a_run_that_restarts_before_its_first_checkpoint(tmp_path):
+    train(tmp_path, 0, 3, 1.0)
+    train(tmp_path, 0, 3, 2.0)
+    assert [line["loss"] for line in lines(tmp_path / "metrics.jsonl") if "loss" in line] == [2.0] * 3
+    assert curve(tmp_path, "train/loss") == [(0, 2.0), (1, 2.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_line_that_a_crash_cut_off_goes(tmp_path, cut):
+    train(tmp_path, 0, 4, 1.0)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-cut])
+    train(tmp_path, 3, 4, 2.0)
+    assert [line["loss"] for line in lines(metrics) if "loss" in line] == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_non_finite_numbers_are_null_in_the_file_and_themselves_on_the_curve(tmp_path):
+    run_log = RunLog(tmp_path, 1, 0, is_main=True)
+    run_log.scalars(0, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.1})
+    run_log.close()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": None, "grad_norm": None, "lr": 0.1}]
+    assert math.isnan(curve(tmp_path, "train/loss")[0][1])
+    assert curve(tmp_path, "train/grad_norm") == [(0, math.inf)]
+
+
+def test_every_line_is_on_disk_at_once(tmp_path):
+    run_log = RunLog(tmp_path, 2, 0, is_main=True)
+    run_log.scalars(0, {"loss": 1.0})
+    run_log.samples(0, ["a"])
+    assert lines(tmp_path / "metrics.jsonl") and lines(tmp_path / "samples_seen.jsonl")
+    run_log.close()
+
+
+def test_pictures_go_to_png_and_tensorboard(tmp_path):
+    train(tmp_path, 0, 1, 1.0)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "samples" / "step-00000000.png")), PICTURE)
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    encoded = events.Images("samples")[0].encoded_image_string
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(encoded))), PICTURE)
+
+
+def test_other_ranks_write_nothing_but_their_warnings(tmp_path, capsys):
+    run_log = RunLog(tmp_path, 2, 0, is_main=False, rank=3)
+    run_log.scalars(0, {"loss": 1.0})
+    run_log.progress(1, {"loss": 1.0})
+    run_log.image(0, "samples", None)
+    run_log.samples(0, ["a"])
+    logging.getLogger("train").info("not heard")
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err == ""
+    logging.getLogger("train").warning("bad sample %s", "x/1")
+    run_log.close()
+    assert capsys.readouterr().err == "warning: [rank 3] bad sample x/1\n"
+    assert "WARNING [rank 3] bad sample x/1" in (tmp_path / "train.log").read_text()
+
+
+def test_library_warnings_reach_train_log_and_close_takes_the_handlers_away(tmp_path, capsys):
+    before = list(logging.getLogger().handlers)
+    run_log = RunLog(tmp_path, 1, 0, is_main=True)
+    logging.getLogger("some.library").info("detail")
+    logging.getLogger("some.library").warning("careful")
+    run_log.close()
+    assert capsys.readouterr().err == "warning: careful\n"
+    assert "detail" not in (tmp_path / "train.log").read_text()
+    assert logging.getLogger().handlers == before
+
+
+def test_plain_lines_without_a_terminal(tmp_path, capsys, monkeypatch):
+    clock = iter(range(0, 1000, 4))  # four seconds between looks at the clock
+    monkeypatch.setattr(run_logging.time, "monotonic", lambda: float(next(clock)))
+    run_log = RunLog(tmp_path, 5, 0, is_main=True)
+    for step in range(5):
+        run_log.progress(step + 1, {"loss": 0.25, "images/s": 1234.56})
+    run_log.close()
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [
+        "step 3/5  loss 0.25, images/s 1235, 00:08 left",  # 12 s for 3 steps, 2 to go
+        "step 5/5  loss 0.25, images/s 1235, 00:00 left",
+    ]
+
+
+def test_a_bar_on_a_terminal_and_the_lines_in_train_log(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    run_log = RunLog(tmp_path, 4, 2, is_main=True)
+    for step in (2, 3):
+        run_log.progress(step + 1, {"loss": 0.5})
+    logging.getLogger("train").info("a message")
+    run_log.close()
+    shown = screen.getvalue()
+    assert "4/4" in shown and "loss 0.5" in shown and "a message\n" in shown
+    assert "step 4/4" not in shown and "step 4/4  loss 0.5" in (tmp_path / "train.log").read_text()
