@@ -65,19 +65,19 @@ class Config:
     run_folder: str = "runs/mmdit"  # everything this run writes; an existing one is resumed
     cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
     # Batch and length
-    num_steps: int = 1500  # optimizer steps
-    global_batch_size: int = 128  # samples an optimizer step, over all ranks
+    num_steps: int = 2000  # optimizer steps
+    global_batch_size: int = 64  # samples an optimizer step, over all ranks
     max_tokens_per_micro_batch: int = 4096  # image and text tokens a rank holds at once: sets the memory
     max_pixels: int = 1328 * 1328  # larger pictures are scaled down to this area, aspect kept
     # Objective
-    t_mean: float = 0.0  # logit-normal time, before the resolution shift
-    t_std: float = 1.0
+    t_mean: float = 1.2  # logit-normal time, before the resolution shift; the report's pre-training is nearer 0
+    t_std: float = 1.5
     caption_dropout: float = 0.1  # share of samples that see the encoded empty prompt
     zh_share: float = 0.5  # probability of the Chinese caption where a sample has both
     num_languages: int = 0  # 3 adds a zero-initialised language embedding (zh, en, other)
     sample_posterior: bool = False  # draw latents from the VAE's posterior rather than take its mode
     # Optimizer
-    lr: float = 2e-3  # peak learning rate
+    lr: float = 4e-3  # peak learning rate
     lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
     lr_final: float = 0.05  # where the cosine ends, as a share of lr
     warmup_steps: int = 50
@@ -104,10 +104,10 @@ class Config:
     max_bad_samples: int = 100  # unreadable samples replaced before the run gives up
     # Watching (0 = never)
     log_every: int = 10
-    eval_every: int = 300
+    eval_every: int = 500
     eval_samples: int = 64  # validation samples, each at eight times and in each language it has
-    sample_every: int = 300
-    save_every: int = 500
+    sample_every: int = 500
+    save_every: int = 1000
     keep_checkpoints: int = 2
     log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
     # Sample grid

@@ -1,10 +1,17 @@
 """The run's files, read back with other programs: json, TensorBoard's reader, Pillow."""
 
+import fcntl
 import io
 import json
 import logging
 import math
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from utils import logging as run_logging
 from utils.logging import RunLog
 
+REPOSITORY = Path(__file__).parent.parent
 PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 
 
@@ -139,18 +147,27 @@ def test_plain_lines_without_a_terminal(tmp_path, capsys, monkeypatch):
     ]
 
 
-def test_a_bar_on_a_terminal_and_the_lines_in_train_log(tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+RUN = """
+import logging, sys
+from pathlib import Path
+from utils.logging import RunLog
+run_log = RunLog(Path(sys.argv[1]), 4, 2, is_main=True)
+for step in (2, 3):
+    run_log.progress(step + 1, {"loss": 0.5})
+logging.getLogger("train").info("a message")
+run_log.close()
+"""
 
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    run_log = RunLog(tmp_path, 4, 2, is_main=True)
-    for step in (2, 3):
-        run_log.progress(step + 1, {"loss": 0.5})
-    logging.getLogger("train").info("a message")
-    run_log.close()
-    shown = screen.getvalue()
-    assert "4/4" in shown and "loss 0.5" in shown and "a message\n" in shown
-    assert "step 4/4" not in shown and "step 4/4  loss 0.5" in (tmp_path / "train.log").read_text()
+
+@pytest.mark.parametrize(("lines", "columns"), [(40, 100), (40, 0), (0, 100), (0, 0)])
+def test_a_bar_on_a_terminal_that_has_a_size_and_the_lines_in_train_log(tmp_path, lines, columns):
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    subprocess.run([sys.executable, "-c", RUN, str(tmp_path)], cwd=REPOSITORY, stderr=terminal, check=True)
+    os.close(terminal)
+    shown = os.read(screen, 10000).decode()
+    os.close(screen)
+    assert "a message" in shown and "loss 0.5" in shown
+    has_bar = lines > 0 and columns > 0
+    assert ("100%" in shown) == has_bar and ("step 4/4" in shown) != has_bar
+    assert "step 4/4  loss 0.5" in (tmp_path / "train.log").read_text()

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -36,7 +37,8 @@ class RunLog:
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)  # a line at a time
         self._samples_seen = None
         self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=start_step, flush_secs=10)
-        self._interactive = sys.stderr.isatty()
+        # Some pseudo-terminals have no size, and a bar on them no text.
+        self._interactive = sys.stderr.isatty() and min(os.get_terminal_size(sys.stderr.fileno())) > 0
         self._bar = tqdm(
             total=num_steps, initial=start_step, unit="step", disable=not self._interactive, dynamic_ncols=True
         )
