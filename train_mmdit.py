@@ -43,7 +43,7 @@ from parallel.weights import has_weights, load_weights
 from utils.config import parse, run_main, write_run_folder
 from utils.ema import EMA
 from utils.flops import device_peak, mmdit_forward_flops
-from utils.logging import RunLog
+from utils.logging import RunLog, set_up_logging
 from utils.optimizer import build_adamw, optimizer_tensors
 from utils.phase_timer import PhaseTimer
 from utils.picture_grid import labelled_grid
@@ -65,7 +65,7 @@ class Config:
     run_folder: str = "runs/mmdit"  # everything this run writes; an existing one is resumed
     cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
     # Batch and length
-    num_steps: int = 2000  # optimizer steps
+    num_steps: int = 1800  # optimizer steps
     global_batch_size: int = 64  # samples an optimizer step, over all ranks
     max_tokens_per_micro_batch: int = 4096  # image and text tokens a rank holds at once: sets the memory
     max_pixels: int = 1328 * 1328  # larger pictures are scaled down to this area, aspect kept
@@ -102,12 +102,12 @@ class Config:
     latents_cache_gib: float = 1.0  # encoded pictures kept in memory by each rank
     text_cache_gib: float = 0.5  # encoded captions likewise
     max_bad_samples: int = 100  # unreadable samples replaced before the run gives up
-    # Watching (0 = never)
-    log_every: int = 10
-    eval_every: int = 500
+    # Watching; 0 = never
+    log_every: int = 10  # steps between lines of metrics.jsonl, 0 = never
+    eval_every: int = 600
     eval_samples: int = 64  # validation samples, each at eight times and in each language it has
-    sample_every: int = 500
-    save_every: int = 1000
+    sample_every: int = 600
+    save_every: int = 900
     keep_checkpoints: int = 2
     log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
     # Sample grid
@@ -117,7 +117,7 @@ class Config:
     )  # fmt: skip
     sample_size: tuple[int, int] = (64, 64)  # height, width in pixels
     sample_steps: int = 20  # sampler steps
-    sample_cfg_scale: float = 4.0
+    sample_cfg_scale: float = 2.0  # the released pipelines use 4
     seed: int = 0
 
 
@@ -247,6 +247,7 @@ def main(cfg: Config) -> None:
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     folder = Path(cfg.run_folder)
+    set_up_logging(folder, is_main(), dist.get_rank())
 
     # ---- 2. Frozen encoders -----------------------------------------------------------------------------------------
     encoders = Encoders(cfg.model, device, dtype, cfg.latents_cache_gib, cfg.text_cache_gib)

@@ -65,9 +65,8 @@ def main(cfg: Config) -> None:
         steps.append(seconds(step))
     step_rate, product_rate = step_flops / statistics.median(steps), product_flops / statistics.median(bare)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    print(
-        f"width {cfg.width}, {parameters:.0f} M parameters, {num_img} + {num_txt} tokens, {torch.get_num_threads()} threads"
-    )
+    tokens, cores = f"{num_img} + {num_txt} tokens", torch.get_num_threads()
+    print(f"width {cfg.width}, {parameters:.0f} M parameters, {tokens}, {cores} cores")
     print(f"matrix products  {product_rate / 1e9:8.0f} GFLOP/s")
     print(f"MMDiT step       {step_rate / 1e9:8.0f} GFLOP/s   {step_rate / product_rate:.1%} of it")
 

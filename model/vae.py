@@ -56,7 +56,9 @@ class ImageVAE(nn.Module):
         """Load a released `vae/` folder, frozen.  Raises: ValueError if it is not there."""
         if not (Path(folder) / "config.json").is_file():
             raise ValueError(f"no VAE at {folder}; give --model a folder in the released layout")
-        vae = AutoencoderKLQwenImage.from_pretrained(str(folder), torch_dtype=dtype)
+        vae = AutoencoderKLQwenImage.from_pretrained(
+            str(folder), torch_dtype=dtype, low_cpu_mem_usage=False, local_files_only=True
+        )
         return cls(vae).to(device).eval().requires_grad_(False)
 
     def _statistic(self, name: str, like: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The process group: one process a device, under torchrun or alone."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -35,9 +36,19 @@ def init_distributed(timeout_s: float) -> torch.device:
     return device
 
 
+def rank() -> int:
+    """Return this process's number, 0 outside a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """Return the number of processes, 1 outside a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def is_main() -> bool:
     """Return whether this process prints, logs and writes for all."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank() == 0
 
 
 def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
@@ -51,6 +62,30 @@ def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
 def agree_any(flag: bool, device: torch.device) -> bool:
     """Return, on every rank alike, whether `flag` holds on at least one."""
     return all_reduce_sum([float(flag)], device)[0] > 0
+
+
+def gather_results(function: Callable) -> list:
+    """Return what `function()` gives on each rank, on every rank.
+
+    Raises: OSError on every rank, with the first failing rank's message, if it raised on any.
+    """
+    try:
+        result = True, function()
+    except Exception as error:  # whatever it is, the others must hear of it
+        result = False, f"rank {rank()}: {error!r}"
+    results = [result]
+    if num_ranks() > 1:
+        results = [None] * num_ranks()
+        dist.all_gather_object(results, result)
+    for succeeded, value in results:
+        if not succeeded:
+            raise OSError(value)
+    return [value for _, value in results]
+
+
+def on_main(function: Callable):
+    """Return, on every rank, what `function()` gives on rank 0, where alone it runs; what it raises, all raise."""
+    return gather_results(lambda: function() if is_main() else None)[0]
 
 
 def shutdown() -> None:

@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel.module_patterns import matching_modules
 
+# One collective under two names: torch 2.13 warns of the older one, earlier versions know no other.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
@@ -55,7 +58,7 @@ class _GatherOut(torch.autograd.Function):
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         slices = x.new_empty(group.size(), *x.shape)
-        dist.all_gather_into_tensor(slices.flatten(0, 1), x.contiguous(), group=group)
+        _all_gather(slices.flatten(0, 1), x.contiguous(), group=group)
         return slices.movedim(0, -2).flatten(-2)
 
     @staticmethod

@@ -1,63 +1,93 @@
-"""Run a function on several gloo ranks of this machine and collect what each returns."""
+"""Run a function on several gloo ranks of this machine, for tests."""
 
+import multiprocessing
 import os
+import pickle
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+_GRACE_S = 2.0  # after a failure, how long the other ranks may take to report theirs
 
 
-def _rank_main(rank: int, world_size: int, folder: str, timeout_s: float, function: Callable, args: tuple) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    try:
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-        )
-        result = function(rank, world_size, *args)
-        torch.save(result, os.path.join(folder, f"result-{rank}"))
-        dist.barrier()
-    except BaseException:
-        with open(os.path.join(folder, f"error-{rank}"), "w") as file:
-            file.write(traceback.format_exc())
-        raise SystemExit(1) from None
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def run_ranks(fn: Callable, world_size: int, *args, timeout_s: float = 120.0) -> list:
+    """Run `fn(rank, world_size, *args)` in `world_size` processes that share a gloo process group.
 
-
-def run_ranks(function: Callable, world_size: int, *args, timeout_s: float = 120.0) -> list:
-    """Return [function(rank, world_size, *args) for each rank], each in a process of its own.
-
-    function: a top-level function of a test module; its result must be a tensor, number, or container of such.
-    Raises: RuntimeError with the first failing rank's traceback, or when the time is up.
+    fn: a top-level function; args and what it returns must pickle.
+    Returns the ranks' return values, in order.
+    Raises: RuntimeError with the tracebacks of the ranks that failed, or if a rank dies or takes too long.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        ranks = [
-            context.Process(target=_rank_main, args=(rank, world_size, folder, timeout_s, function, args))
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(timeout_s)
-        late = [process.pid for process in ranks if process.is_alive()]
-        for process in ranks:
-            if process.is_alive():
+    # A server that has imported what is slow to import forks the ranks: they start in milliseconds, not seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"])
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        processes, pipes = [], {}
+        packed_args = pickle.dumps(args)  # plain pickle both ways: tensors travel as bytes and outlive their process
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                job = (sender, fn, rank, world_size, Path(folder) / "store", timeout_s, packed_args)
+                process = context.Process(target=_rank_main, args=job, daemon=True)
+                process.start()
+                processes.append(process)
+                sender.close()
+                pipes[receiver] = rank
+            return _collect(pipes, timeout_s)
+        finally:
+            for process in processes:
                 process.kill()
                 process.join()
-        errors = [os.path.join(folder, f"error-{rank}") for rank in range(world_size)]
-        for path in errors:
-            if os.path.exists(path):
-                raise RuntimeError(f"{os.path.basename(path)}:\n{open(path).read()}")
-        if late:
-            raise RuntimeError(f"{len(late)} of {world_size} ranks still ran after {timeout_s} s")
-        if any(process.exitcode for process in ranks):
-            raise RuntimeError(f"exit codes {[process.exitcode for process in ranks]}")
-        return [torch.load(os.path.join(folder, f"result-{rank}"), weights_only=False) for rank in range(world_size)]
+
+
+def _collect(pipes: dict[Connection, int], timeout_s: float) -> list:
+    """Wait for a report from every rank; after the first failure only for _GRACE_S more."""
+    results, failures = {}, {}
+    waiting, deadline = dict(pipes), time.monotonic() + timeout_s
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                succeeded, value = False, "died without a report\n"
+            (results if succeeded else failures)[rank] = value
+            if not succeeded:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    if failures:
+        raise RuntimeError("\n".join(f"rank {rank} failed:\n{text}" for rank, text in failures.items()))
+    if waiting:
+        raise RuntimeError(f"ranks {sorted(waiting.values())} took longer than {timeout_s} s")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    sender: Connection, fn: Callable, rank: int, world_size: int, store: Path, timeout_s: float, packed_args: bytes
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        report = True, fn(rank, world_size, *pickle.loads(packed_args))
+        dist.barrier()  # nobody leaves while another still talks to it
+        dist.destroy_process_group()
+    except BaseException:
+        report = False, traceback.format_exc()
+    sender.send_bytes(pickle.dumps(report))

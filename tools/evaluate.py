@@ -33,7 +33,7 @@ class Config:
     height: int = 64  # pixels; samples of this size take part
     width: int = 64
     num_steps: int = 30  # sampler steps
-    cfg_scale: float = 4.0
+    cfg_scale: float = 2.0
     seed: int = 0
 
 

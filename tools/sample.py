@@ -46,7 +46,7 @@ class Config:
     width: int = 64  # pixels, a multiple of 16
     height: int = 64
     num_steps: int = 30  # sampler steps
-    cfg_scale: float = 4.0  # 1 = no guidance
+    cfg_scale: float = 2.0  # 1 = no guidance; the released pipelines use 4
     seed: int = 0
     max_tokens_per_pack: int = 8192  # image and text tokens in the network at once, both guidance halves counted
     output: str = "samples"  # folder
