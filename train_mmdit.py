@@ -309,18 +309,18 @@ def main(cfg: Config) -> None:
 
     timer, peak = PhaseTimer(device), device_peak(device, dtype)
     ranks_alike = dist.get_world_size() // num_data_ranks  # tensor-parallel peers count the same samples
-
     # ---- 7. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
-        # Watch before the step: turn 0 sees the untrained model, the turn after the last step only watches.
+        # Watch before the step: turn 0 sees the untrained model, the last turn only watches.
         ended = step == cfg.num_steps
         if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
             checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state()})
             checkpoint.prune(checkpoints, cfg.keep_checkpoints)
-        with ema.swapped_in(model):
-            if cfg.eval_every and (ended or step % cfg.eval_every == 0):
+        if cfg.eval_every and (ended or step % cfg.eval_every == 0):
+            with ema.swapped_in(model):
                 run_log.scalars(step, validation_losses(model, encoders, val_reader, cfg, val_micro_batches))
-            if cfg.sample_every and (ended or step % cfg.sample_every == 0):
+        if cfg.sample_every and (ended or step % cfg.sample_every == 0):
+            with ema.swapped_in(model):
                 run_log.image(step, "samples", sample_grid(model, encoders, cfg, data_rank, num_data_ranks))
         if ended:
             break
@@ -334,7 +334,8 @@ def main(cfg: Config) -> None:
         for i, samples in enumerate(micro_batches):
             with timer.phase("encode"):
                 batch = make_batch(samples, encoders, cfg)
-            model.set_requires_gradient_sync(i == len(micro_batches) - 1)
+            # Gradients go to the shards at once, so no rank ever holds them whole; only HSDP's copies wait.
+            model.set_requires_all_reduce(i == len(micro_batches) - 1)
             with timer.phase("forward"):
                 losses = sample_losses(model, batch, cfg) * batch.weight
             with timer.phase("backward"):

@@ -111,7 +111,7 @@ def train(mesh_sizes: tuple, dtype: torch.dtype, num_micro: int = 1, checkpointi
         micro_batches = micro_batches[data_rank]
         total = torch.zeros((), dtype=torch.float64)
         for i, micro in enumerate(micro_batches):
-            model.set_requires_gradient_sync(i == len(micro_batches) - 1)
+            model.set_requires_all_reduce(i == len(micro_batches) - 1)
             loss = losses(model, micro, step, dtype).sum() / len(SAMPLES)
             loss.backward()
             total += loss.detach()
@@ -170,16 +170,14 @@ def test_every_mesh_equals_one_process(world_size):
 
 
 def test_accumulation_and_checkpointing_change_nothing():
-    cases = [
-        {
-            "mesh_sizes": (1, 2, 1, 1),
-            "dtype": torch.float64,
-            "num_micro": num_micro,
-            "checkpointing": mode,
-            "reshard": reshard,
-        }
-        for num_micro, mode, reshard in ((1, "full", True), (2, "none", True), (4, "none", False), (2, "full", False))
-    ]
+    sharded, replicated = (1, 2, 1, 1), (2, 1, 1, 1)
+    names = ("mesh_sizes", "num_micro", "checkpointing", "reshard")
+    choices = [
+        (sharded, 1, "full", True), (sharded, 2, "none", True), (sharded, 4, "none", False),
+        (sharded, 2, "full", False),
+        (replicated, 2, "none", True), (replicated, 4, "full", True),
+    ]  # fmt: skip
+    cases = [dict(zip(names, choice, strict=True), dtype=torch.float64) for choice in choices]
     expected = reference(torch.float64)
     results = run_ranks(train_on_ranks, 2, cases)[0]
     assert len({result["num_micro"] for result in results}) > 2
