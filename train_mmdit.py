@@ -300,7 +300,7 @@ def main(cfg: Config) -> None:
             raise ValueError(f"{folder} was trained on other data ({state['data']}, now {plan.state()})")
         start_step = newest
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank())
-    reader, val_reader = Reader(index, cfg.max_pixels), Reader(val_index, cfg.max_pixels)
+    reader, val_reader = (Reader(i, cfg.max_pixels, cfg.max_bad_samples) for i in (index, val_index))
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
     log.info(
         "%.2f M parameters, %d training samples, %d ranks (%s), from step %d to %d",
@@ -389,7 +389,7 @@ def main(cfg: Config) -> None:
     run_log.close()
     if is_main():
         print(f"done: {cfg.num_steps} steps\n  pictures    {folder / 'samples'}")
-        print(f"  curves      tensorboard --logdir {folder}")
+        print(f"  curves      .venv/bin/tensorboard --logdir {folder}")
         if cfg.save_every:
             print(f"  checkpoint  {checkpoint.step_folder(checkpoints, cfg.num_steps)}")
             print(f"  try it      ./launch.sh -m tools.sample --run {folder} --prompt 'dog face' --prompt 狗脸")

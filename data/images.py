@@ -4,39 +4,54 @@ import io
 
 from PIL import Image, ImageOps
 
-Image.MAX_IMAGE_PIXELS = 200_000_000  # beyond it Pillow warns of, and at twice it refuses, a decompression bomb
+MULTIPLE = 16  # pixels a side of one image token: the VAE's factor of 8 times the patch of 2
+Image.MAX_IMAGE_PIXELS = 100_000_000  # at twice as many Pillow refuses the file as a decompression bomb
+# No vector format: Pillow would start other programs for those.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_ORIENTATION = 0x0112
+_PNG_ORIENTATION_MARKS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 
 
-def open_image(data: bytes) -> Image.Image:
-    """Open a picture without decoding its pixels.  Raises: ValueError if it is none that Pillow reads."""
+def _open(data: bytes) -> Image.Image:
     try:
-        return Image.open(io.BytesIO(data))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        return Image.open(io.BytesIO(data), formats=_FORMATS)
+    except Exception as error:  # on damaged bytes Pillow's plug-ins raise anything from struct.error to KeyError
         raise ValueError(f"not a readable picture: {error}") from error
 
 
-def shown_size(image: Image.Image) -> tuple[int, int]:
-    """Return (height, width) after the EXIF orientation is applied."""
-    sideways = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+def shown_size(data: bytes) -> tuple[int, int]:
+    """Return (height, width) as shown, that is after the EXIF orientation, from the header alone.
+
+    Raises: ValueError if it is no picture that `decode_image` takes.
+    """
+    image = _open(data)
+    # Of a TIFF Pillow gives the size as shown.  It decodes a whole PNG to look for an orientation behind the pixels.
+    unmarked = image.format == "PNG" and not any(mark in data for mark in _PNG_ORIENTATION_MARKS)
+    if unmarked or image.format == "TIFF":
+        return image.height, image.width
+    try:
+        sideways = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+    except Exception as error:  # as above
+        raise ValueError(f"not a readable picture: {error}") from error
     return (image.width, image.height) if sideways else (image.height, image.width)
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Decode to RGB: EXIF orientation applied, transparency over white, any mode that Pillow reads.
+    """Decode to RGB: EXIF orientation applied, transparency over white, first frame, any mode that Pillow reads.
 
     Raises: ValueError for a truncated, damaged or unknown file and for a decompression bomb.
     """
-    image = open_image(data)
+    image = _open(data)
     try:
         image.load()
         image = ImageOps.exif_transpose(image)
-        if image.mode in ("I;16", "I;16B", "I;16L", "I"):
-            image = image.point(lambda value: value / 256).convert("L")  # 16-bit grey
+        if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion clips at 255
+            image = image.point(lambda value: value / 256).convert("L")
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # as above
         raise ValueError(f"the picture cannot be decoded: {error}") from error
 
 
@@ -44,12 +59,11 @@ def fitted_size(height: int, width: int, multiple: int, max_pixels: int) -> tupl
     """Return the (height, width) at which a picture is trained: multiples of `multiple`, at most `max_pixels`.
 
     Scaled down if it is too large, aspect kept; then each side loses less than `multiple` pixels.  A picture with a
-    side under `multiple` is scaled up to it.
+    side under `multiple` is scaled up to it, whatever area that gives.
     """
     scale = min(1.0, (max_pixels / (height * width)) ** 0.5)
     scale = max(scale, multiple / min(height, width))
-    sides = (max(multiple, int(side * scale + 1e-6) // multiple * multiple) for side in (height, width))
-    height, width = sides
+    height, width = (max(multiple, int(side * scale + 1e-6) // multiple * multiple) for side in (height, width))
     return height, width
 
 
@@ -59,7 +73,7 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     if (image.height, image.width) == size:
         return image
     # A picture that is only cropped keeps its pixels.
-    if not (0 <= image.height - height < 16 and 0 <= image.width - width < 16):
+    if not (0 <= image.height - height < MULTIPLE and 0 <= image.width - width < MULTIPLE):
         scale = max(height / image.height, width / image.width)
         scaled = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
         image = image.resize(scaled, Image.Resampling.LANCZOS)

@@ -4,29 +4,30 @@ Built with one pass over each shard, then kept in a cache file a shard; columns,
 """
 
 import hashlib
+import io
 import logging
 import os
 import tarfile
-import tempfile
-import zipfile
+import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from data.captions import parse_captions
-from data.images import open_image, shown_size
+from data.captions import LANGUAGES, parse_captions
+from data.images import shown_size
 
-FORMAT = "1"
-IMAGE_EXTENSIONS = {"png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff"}
+FORMAT = "2"
+IMAGE_EXTENSIONS = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
 META_EXTENSIONS = ("json", "txt")
 log = logging.getLogger("train")
-_NUMBERS = (
-    "image_offset", "image_size", "image_crc32", "meta_offset", "meta_size", "meta_crc32", "height", "width",
-)  # fmt: skip
+_MAX_REJECTS_LOGGED = 20
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_NUM_NUMBERS = 8
+_MAX_RECORDS = 8192  # kept as objects: a small set is put together once, not at every visit
 
 
 @dataclass(frozen=True)
@@ -49,45 +50,81 @@ class SampleRecord:
 
 
 class Index:
-    """Every usable sample of `shards`, in shard order; `rejects` lists (key, reason) of those that are not."""
+    """Every usable sample of `shards`, in shard order; `rejects` lists (key, reason) of those that are not.
+
+    A shard's part, N samples with C wordings in all: numbers (N, 8) int64, columns image_offset to width as in
+    SampleRecord; meta_extension (N,) uint8; caption_end (N,) int64; caption_language (C,) uint8 and caption_tokens (C,)
+    int32; and key, group, reject_key, reject_reason, each UTF-8 bytes `<name>` uint8 with `<name>_end` int64.
+    """
 
     def __init__(self, shards: Sequence[str], parts: Sequence[dict[str, np.ndarray]]):
         self.shards = list(shards)
-        self._starts = np.cumsum([0] + [len(part["key"]) for part in parts])
+        self._names = [Path(shard).name for shard in shards]
         self._parts = list(parts)
+        self._record = lru_cache(_MAX_RECORDS)(self._make_record)
+        self._starts = np.cumsum([0] + [len(part["numbers"]) for part in parts])
         self.rejects = [
-            (str(k), str(r)) for part in parts for k, r in zip(part["reject_key"], part["reject_reason"], strict=True)
+            (f"{name}/{_string(part, 'reject_key', i)}", _string(part, "reject_reason", i))
+            for name, part in zip(self._names, parts, strict=True)
+            for i in range(len(part["reject_key_end"]))
         ]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, i: int) -> SampleRecord:
+        return self._record(i)
+
+    def _make_record(self, i: int) -> SampleRecord:
+        shard, part, row = self._locate(i)
+        captions: dict[str, tuple[int, ...]] = {}
+        wordings = slice(*_span(part["caption_end"], row))
+        languages, tokens = part["caption_language"][wordings].tolist(), part["caption_tokens"][wordings].tolist()
+        for language, count in zip(languages, tokens, strict=True):
+            captions[LANGUAGES[language]] = (*captions.get(LANGUAGES[language], ()), count)
+        return SampleRecord(
+            self.key(i),
+            shard,
+            *part["numbers"][row].tolist(),
+            meta_extension=META_EXTENSIONS[part["meta_extension"][row]],
+            group=_string(part, "group", row),
+            caption_tokens=captions,
+        )
+
+    def key(self, i: int) -> str:
+        """Return the key of sample `i`, which no other sample has."""
+        shard, part, row = self._locate(i)
+        return f"{self._names[shard]}/{_string(part, 'key', row)}"
+
+    def _locate(self, i: int) -> tuple[int, dict[str, np.ndarray], int]:
         if not 0 <= i < len(self):
             raise IndexError(i)
-        shard = int(np.searchsorted(self._starts, i, side="right")) - 1
-        part, row = self._parts[shard], i - int(self._starts[shard])
-        captions: dict[str, list[int]] = {}
-        for c in range(part["caption_start"][row], part["caption_start"][row + 1]):
-            captions.setdefault(str(part["caption_language"][c]), []).append(int(part["caption_tokens"][c]))
-        return SampleRecord(
-            key=f"{Path(self.shards[shard]).name}/{part['key'][row]}",
-            shard=shard,
-            **{name: int(part[name][row]) for name in _NUMBERS},
-            meta_extension=str(part["meta_extension"][row]),
-            group=str(part["group"][row]),
-            caption_tokens={language: tuple(tokens) for language, tokens in captions.items()},
-        )
+        shard = int(self._starts.searchsorted(i, side="right")) - 1
+        return shard, self._parts[shard], i - int(self._starts[shard])
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of every key, size, checksum and token count, in order: equal for two runs on the same data."""
+        """A hash of every key, place, size, checksum and token count, in order: equal for runs on the same shards."""
         digest = hashlib.sha256()
-        for shard, part in zip(self.shards, self._parts, strict=True):
-            digest.update(Path(shard).name.encode())
-            for name in sorted(part):
+        for shard, part in zip(self._names, self._parts, strict=True):
+            digest.update(shard.encode())
+            for name in sorted(name for name in part if not name.startswith("reject")):
                 digest.update(name.encode() + part[name].tobytes())
         return digest.hexdigest()
+
+
+def _string(part: dict[str, np.ndarray], name: str, row: int) -> str:
+    return str(part[name][slice(*_span(part[f"{name}_end"], row))].data, "utf-8")
+
+
+def _span(ends: np.ndarray, row: int) -> tuple[int, int]:
+    return (int(ends[row - 1]) if row else 0), int(ends[row])
+
+
+def _strings(name: str, values: list[str]) -> dict[str, np.ndarray]:
+    encoded = [value.encode() for value in values]
+    ends = np.cumsum([len(value) for value in encoded], dtype=np.int64)
+    return {name: np.frombuffer(b"".join(encoded), np.uint8), f"{name}_end": ends}
 
 
 def build_index(
@@ -105,10 +142,10 @@ def build_index(
         raise ValueError(f"two shards are called {twice}; sample keys need different file names")
     parts = [_cached_part(shard, count_tokens, tokenizer_id, Path(cache_folder) / "index") for shard in shards]
     index = Index(shards, parts)
-    for key, reason in index.rejects[:20]:
+    for key, reason in index.rejects[:_MAX_REJECTS_LOGGED]:
         log.warning("left out %s: %s", key, reason)
-    if len(index.rejects) > 20:
-        log.warning("left out %d samples in all", len(index.rejects))
+    if len(index.rejects) > _MAX_REJECTS_LOGGED:
+        log.warning("left out %d of %d samples in all", len(index.rejects), len(index.rejects) + len(index))
     return index
 
 
@@ -119,96 +156,139 @@ def _cached_part(shard: str, count_tokens: Callable, tokenizer_id: str, folder: 
         raise ValueError(f"shard {shard} cannot be read: {error.strerror}") from error
     name = f"{FORMAT}\0{Path(shard).resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{tokenizer_id}"
     path = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.npz"
-    try:
-        with np.load(path, allow_pickle=False) as cached:  # the zip's own CRCs find a damaged file
-            return {key: cached[key] for key in cached.files}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error):
-        pass
-    part = _index_shard(shard, count_tokens)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
-        np.savez(file, **part)
-    os.replace(file.name, path)
+    if (part := _load_part(path)) is None:
+        part = _index_shard(shard, count_tokens)
+        _save_part(path, part)
     return part
 
 
-def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> dict[str, np.ndarray]:
-    members: dict[str, dict[str, tuple[int, bytes]]] = {}  # stem → extension → (offset, content)
-    rows: list[dict] = []
-    rejects: list[tuple[str, str]] = []
-    captions: list[tuple[int, str, int]] = []  # row, language, tokens
+def _load_part(path: Path) -> dict[str, np.ndarray] | None:
+    """Return a cached part, or None if there is none or its checksum does not match."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    content, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        return None
+    with np.load(io.BytesIO(content), allow_pickle=False) as columns:
+        return dict(columns)
 
-    def finish(stem: str, found: dict[str, tuple[int, bytes]]) -> None:
+
+def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
+    """Write an .npz file with its SHA-256 behind it: whole under its name, or not at all."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **part)
+    content = buffer.getvalue()
+    aside = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # the folder may be shared by several machines
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            row, wordings = _read_sample(found)
+            aside.write_bytes(content + hashlib.sha256(content).digest())
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"the index cannot be kept in {path.parent}: {error.strerror}; make room or give another --cache_folder"
+        ) from error
+
+
+def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> dict[str, np.ndarray]:
+    keys: dict[str, None] = {}
+    rows: list[tuple[int, ...]] = []
+    groups: list[str] = []
+    meta_extensions: list[int] = []
+    captions: list[tuple[int, int]] = []  # language, tokens
+    caption_ends: list[int] = []
+    rejects: list[tuple[str, str]] = []
+    for stem, members in _samples(shard):
+        try:
+            if stem in keys:
+                raise ValueError("an earlier sample has the same name")
+            numbers, extension, wordings, group = _read_sample(members)
         except ValueError as error:
-            rejects.append((f"{Path(shard).name}/{stem}", str(error)))
-            return
+            rejects.append((stem, str(error)))
+            continue
+        keys[stem] = None
+        rows.append(numbers)
+        groups.append(group)
+        meta_extensions.append(META_EXTENSIONS.index(extension))
         for language, texts in wordings.items():
-            captions.extend((len(rows), language, count_tokens(text)) for text in texts)
-        rows.append({"key": stem} | row)
-
-    for stem, extension, offset, content in _tar_members(shard):
-        # webdataset's rule: neighbouring members with one stem are one sample.
-        if stem not in members:
-            for done, found in members.items():
-                finish(done, found)
-            members.clear()
-        members.setdefault(stem, {})[extension] = (offset, content)
-    for done, found in members.items():
-        finish(done, found)
-
-    counts = np.bincount([row for row, _, _ in captions], minlength=len(rows)) if rows else np.zeros(0, np.int64)
-    text = np.array  # of str: numpy's fixed-width unicode, which needs no pickle
+            captions.extend((LANGUAGES.index(language), count_tokens(text)) for text in texts)
+        caption_ends.append(len(captions))
     return {
-        "key": text([row["key"] for row in rows], dtype=str),
-        **{name: np.array([row[name] for row in rows], np.int64) for name in _NUMBERS},
-        "meta_extension": text([row["meta_extension"] for row in rows], dtype=str),
-        "group": text([row["group"] for row in rows], dtype=str),
-        "caption_start": np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
-        "caption_language": text([language for _, language, _ in captions], dtype=str),
-        "caption_tokens": np.array([tokens for _, _, tokens in captions], np.int32),
-        "reject_key": text([key for key, _ in rejects], dtype=str),
-        "reject_reason": text([reason for _, reason in rejects], dtype=str),
+        "numbers": np.array(rows, np.int64).reshape(-1, _NUM_NUMBERS),
+        "meta_extension": np.array(meta_extensions, np.uint8),
+        "caption_end": np.array(caption_ends, np.int64),
+        "caption_language": np.array([language for language, _ in captions], np.uint8),
+        "caption_tokens": np.array([tokens for _, tokens in captions], np.int32),
+        **_strings("key", list(keys)),
+        **_strings("group", groups),
+        **_strings("reject_key", [stem for stem, _ in rejects]),
+        **_strings("reject_reason", [reason for _, reason in rejects]),
     }
 
 
-def _read_sample(found: dict[str, tuple[int, bytes]]) -> tuple[dict, dict[str, list[str]]]:
-    """Return a sample's columns and captions.  Raises: ValueError with the reason why it cannot be used."""
-    image_extension = next((e for e in found if e.rsplit(".", 1)[-1] in IMAGE_EXTENSIONS), None)
-    meta_extension = next((e for e in META_EXTENSIONS if e in found), None)
+def _read_sample(members: dict[str, tuple[int, bytes]]) -> tuple[tuple[int, ...], str, dict[str, list[str]], str]:
+    """Return a sample's numbers, its caption member's extension, captions and group.
+
+    members: extension → (offset in the shard, content).  Raises: ValueError with the reason why it cannot be used.
+    """
+    image_extension = next((e for e in IMAGE_EXTENSIONS if e in members), None)
+    meta_extension = next((e for e in META_EXTENSIONS if e in members), None)
     if image_extension is None or meta_extension is None:
-        raise ValueError(f"it has {sorted(found)}, but needs a picture and a .json or .txt")
-    (image_offset, image), (meta_offset, meta) = found[image_extension], found[meta_extension]
+        raise ValueError(f"it has {sorted(members)}, but needs a picture and a .json or .txt")
+    (image_offset, image), (meta_offset, meta) = members[image_extension], members[meta_extension]
     captions, group = parse_captions(meta_extension, meta)
-    height, width = shown_size(open_image(image))
-    row = dict(
-        image_offset=image_offset, image_size=len(image), image_crc32=zlib.crc32(image),
-        meta_offset=meta_offset, meta_size=len(meta), meta_crc32=zlib.crc32(meta),
-        height=height, width=width, meta_extension=meta_extension, group=group,
-    )  # fmt: skip
-    return row, captions
+    places = (image_offset, len(image), zlib.crc32(image), meta_offset, len(meta), zlib.crc32(meta))
+    return (*places, *shown_size(image)), meta_extension, captions, group
 
 
-def _tar_members(shard: str):
+def _samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
+    """Yield (stem, {extension: (offset, content)}): by webdataset's rule, neighbours with one stem are one sample."""
+    current, members = None, {}
+    for stem, extension, offset, content in _tar_members(shard):
+        if stem != current and members:
+            yield current, members
+            members = {}
+        current = stem
+        members[extension] = (offset, content)
+    if members:
+        yield current, members
+
+
+def _tar_members(shard: str) -> Iterator[tuple[str, str, int, bytes]]:
     """Yield (stem, extension, offset, content) of each file in a tar, in order.
 
     Raises: ValueError if the tar is damaged or cut, also where the cut falls between two members: a whole tar ends in
-    two blocks of zeros.
+    two blocks of zeros, and nothing but zeros follows them.
     """
     try:
         with open(shard, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            end = 0
             for member in archive:
-                if member.isfile():
-                    folder, _, base = member.name.rpartition("/")
-                    stem, _, extension = base.partition(".")
-                    content = os.pread(file.fileno(), member.size, member.offset_data)
-                    if len(content) != member.size:
-                        raise ValueError(f"shard {shard} is cut short inside {member.name}; copy it again")
-                    yield (f"{folder}/{stem}" if folder else stem), extension.lower(), member.offset_data, content
-                end = member.offset_data + -(-member.size // 512) * 512
-            tail = os.pread(file.fileno(), 1024, end) if archive.members else os.pread(file.fileno(), 1024, 0)
+                end = member.offset_data + (-(-member.size // 512) * 512 if member.isfile() else 0)
+                if not member.isfile():
+                    continue
+                content = os.pread(file.fileno(), member.size, member.offset_data)
+                if len(content) != member.size:
+                    raise ValueError(f"shard {shard} is cut short inside {member.name}; copy it again")
+                # A name that is not UTF-8 becomes one that is, and stays different from every other.
+                name = member.name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+                folder, slash, base = name.rpartition("/")
+                stem, _, extension = base.partition(".")
+                yield folder + slash + stem, extension.lower(), member.offset_data, content
+            file.seek(end)
+            mark, after = file.read(1024), 0
+            while not after and (block := file.read(1 << 20)):
+                after = len(block) - block.count(0)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f"shard {shard} cannot be read as a tar file: {error}") from error
-    if tail != bytes(1024):
-        raise ValueError(f"shard {shard} has no end mark: it is cut short between two samples; copy it again")
+    if mark != bytes(1024):
+        raise ValueError(
+            f"shard {shard} has no end mark (two blocks of zeros) at byte {end}: it is cut short between two members, "
+            "or damaged there; copy it again"
+        )
+    if after:
+        raise ValueError(f"shard {shard} goes on after its end mark at byte {end}: give joined tar files one by one")

@@ -5,13 +5,12 @@ A pure function of the step: ranks and reader threads change who computes a samp
 
 from dataclasses import dataclass, replace
 
-from data.images import fitted_size
+from data.images import MULTIPLE, fitted_size
 from data.index import Index, SampleRecord
 from data.order import GlobalOrder
 from data.pack import deal
 from utils.random_streams import uniform
 
-MULTIPLE = 16  # pixels a token
 DEFAULT_MAX_PIXELS = 1328 * 1328
 
 

@@ -92,8 +92,8 @@ class TextEncoder(nn.Module):
                 raise ValueError(f"no {folder.name}/ in {model_folder}; give a folder in the released layout")
         with _quiet_transformers():
             tokenizer, language_model = _load_tokenizer(folders[0]), _load_language_model(folders[1], dtype)
-        language_model = language_model.to(device).eval().requires_grad_(False)
-        return cls(tokenizer, language_model, _tokenizer_id(folders[0]))
+        encoder = cls(tokenizer, language_model, _tokenizer_id(folders[0]))
+        return encoder.to(device).eval().requires_grad_(False)
 
     def _tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

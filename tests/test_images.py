@@ -1,12 +1,15 @@
 """Pictures decode to what a viewer shows, and are never squashed."""
 
 import io
+import random
+import struct
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from data.images import decode_image, fit, fitted_size, open_image, shown_size
+from data.images import decode_image, fit, fitted_size, shown_size
 
 
 def encoded(image: Image.Image, kind: str, **options) -> bytes:
@@ -24,17 +27,38 @@ def quadrants() -> Image.Image:
     return image
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP"])
 @pytest.mark.parametrize("orientation, transpose", [
     (1, None), (2, Image.FLIP_LEFT_RIGHT), (3, Image.ROTATE_180), (4, Image.FLIP_TOP_BOTTOM), (5, Image.TRANSPOSE),
     (6, Image.ROTATE_270), (7, Image.TRANSVERSE), (8, Image.ROTATE_90),
 ])  # fmt: skip
-def test_exif_orientation(orientation, transpose):
+def test_exif_orientation(kind, orientation, transpose):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encoded(quadrants(), "PNG", exif=exif)
+    quality = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(kind, {})
+    data = encoded(quadrants(), kind, exif=exif, **quality)
     expected = quadrants() if transpose is None else quadrants().transpose(transpose)
-    assert np.array_equal(decode_image(data), expected)
-    assert shown_size(open_image(data)) == (expected.height, expected.width)
+    assert np.abs(np.asarray(decode_image(data), int) - np.asarray(expected, int)).max() <= (
+        90 if kind == "JPEG" else 0
+    )
+    assert np.abs(np.asarray(decode_image(data), int) - np.asarray(expected, int)).mean() < 3
+    assert shown_size(data) == (expected.height, expected.width)
+
+
+def test_orientation_behind_the_pixels_of_a_png():
+    plain, exif = encoded(quadrants(), "PNG"), Image.Exif()
+    exif[0x0112] = 6
+    content = b"eXIf" + exif.tobytes()[6:]  # without the "Exif\0\0" of JPEG
+    chunk = struct.pack(">I", len(content) - 4) + content + struct.pack(">I", zlib.crc32(content))
+    data = plain[:-12] + chunk + plain[-12:]  # the last 12 bytes are the IEND chunk
+    assert np.array_equal(decode_image(data), quadrants().transpose(Image.ROTATE_270))
+    assert shown_size(data) == (40, 24)
+
+
+def test_sizes_come_from_the_header_alone():
+    for kind in ("PNG", "JPEG", "GIF", "WEBP"):
+        data = encoded(Image.effect_noise((300, 200), 50).convert("RGB"), kind)
+        assert shown_size(data if kind == "WEBP" else data[: len(data) // 2]) == (200, 300)
 
 
 def test_transparency_lies_over_white():
@@ -53,6 +77,7 @@ def test_cmyk_and_16_bit_and_grey():
     cmyk = Image.new("CMYK", (16, 16), (0, 255, 255, 0))  # red ink
     red = decode_image(encoded(cmyk, "JPEG", quality=95)).getpixel((8, 8))
     assert red[0] > 200 and max(red[1:]) < 60
+    assert decode_image(encoded(cmyk, "TIFF")).getpixel((8, 8)) == (255, 0, 0)
     deep = Image.fromarray(np.full((8, 8), 0x8000, np.uint16))
     assert decode_image(encoded(deep, "PNG")).getpixel((0, 0)) == (128, 128, 128)
     assert decode_image(encoded(Image.new("L", (8, 8), 77), "PNG")).getpixel((0, 0)) == (77, 77, 77)
@@ -64,10 +89,27 @@ def test_first_frame_of_an_animation():
     assert decode_image(data).getpixel((0, 0)) == (255, 0, 0)
 
 
-@pytest.mark.parametrize("data", [b"", b"hello", encoded(quadrants(), "PNG")[:60], encoded(quadrants(), "JPEG")[:-300]])
+@pytest.mark.parametrize("data", [
+    b"", b"hello", encoded(quadrants(), "PNG")[:60], encoded(quadrants(), "JPEG")[:-300],
+    encoded(quadrants(), "EPS"),  # a program for another interpreter
+])  # fmt: skip
 def test_damaged_files_are_refused(data):
     with pytest.raises(ValueError):
         decode_image(data)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
+def test_any_damage_gives_a_picture_or_a_clear_error(kind):
+    rng, whole = random.Random(0), encoded(quadrants(), kind)
+    for _ in range(200):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        for read in (shown_size, decode_image):
+            try:
+                read(bytes(data))
+            except ValueError:
+                pass
 
 
 def test_a_decompression_bomb_is_refused(monkeypatch):

@@ -1,8 +1,10 @@
 """The index against Python's own tarfile, and shards that are damaged in every place."""
 
+import io
 import json
 import tarfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -54,35 +56,94 @@ def test_cache_is_used_verified_and_keyed(tmp_path):
     assert index_of(tmp_path, shard, count=count).fingerprint == first.fingerprint and len(calls) == num_calls
     index_of(tmp_path, shard, count=count, tokenizer="other")
     assert len(calls) == 2 * num_calls
-    for file in (tmp_path / "cache" / "index").iterdir():
-        damaged = bytearray(file.read_bytes())
-        damaged[len(damaged) // 2] ^= 0xFF
-        file.write_bytes(damaged)
-    assert index_of(tmp_path, shard, count=count).fingerprint == first.fingerprint and len(calls) == 3 * num_calls
+    (ours, other) = (tmp_path / "cache" / "index").iterdir()
+    whole = ours.read_bytes(), other.read_bytes()
+    for damage in (lambda b: b[:-1], lambda b: b"", lambda b: b[: len(b) // 2] + b"?" + b[len(b) // 2 + 1 :]):
+        for file, content in zip((ours, other), whole, strict=True):
+            file.write_bytes(damage(content))
+        calls.clear()
+        assert index_of(tmp_path, shard, count=count).fingerprint == first.fingerprint and len(calls) == num_calls
     write_shard(shard, simple_samples(5))
     assert index_of(tmp_path, shard).fingerprint != first.fingerprint
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.35, 0.5, 0.77, 0.9, 0.999])
-def test_a_shard_cut_anywhere_is_refused(tmp_path, share):
-    shard = write_shard(tmp_path / "a.tar", simple_samples(6))
+def test_a_shard_cut_anywhere_is_refused(tmp_path):
+    """Inside and between headers, contents, padding, samples, and inside the end mark itself."""
+    shard = write_shard(tmp_path / "a.tar", simple_samples(3))
     data = shard.read_bytes()
     with tarfile.open(shard) as archive:
         end = max(m.offset_data + -(-m.size // 512) * 512 for m in archive)
-    shard.write_bytes(data[: int(end * share)])
-    with pytest.raises(ValueError, match="a.tar"):
+    for block in range(0, end + 1024, 512):
+        for cut in (block, block + 1, block + 300):
+            if cut < end + 1024:
+                shard.write_bytes(data[:cut])
+                with pytest.raises(ValueError, match="a.tar"):
+                    index_of(tmp_path, shard)
+    shard.write_bytes(data[: end + 1024])  # the padding after the end mark may be missing
+    assert len(index_of(tmp_path, shard)) == 3
+
+
+def test_a_damaged_header_and_a_joined_tar_are_refused(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", simple_samples(4))
+    data = shard.read_bytes()
+    with tarfile.open(shard) as archive:
+        headers = [m.offset for m in archive]
+    for header in headers:
+        shard.write_bytes(data[: header + 3] + bytes([data[header + 3] ^ 1]) + data[header + 4 :])
+        with pytest.raises(ValueError, match="a.tar"):
+            index_of(tmp_path, shard)
+    shard.write_bytes(data + data)
+    with pytest.raises(ValueError, match="a.tar goes on after its end mark"):
         index_of(tmp_path, shard)
 
 
-def test_a_shard_cut_between_two_members_is_refused(tmp_path):
-    shard = write_shard(tmp_path / "a.tar", simple_samples(6))
-    with tarfile.open(shard) as archive:
-        cuts = [m.offset for m in archive][1:]
+def test_an_empty_shard_has_no_samples(tmp_path):
+    index = index_of(tmp_path, write_shard(tmp_path / "a.tar", []))
+    assert len(index) == 0 and not index.rejects and index.fingerprint
+
+
+def test_one_name_twice_and_names_of_any_kind(tmp_path):
+    """A sample's key is its identity for noise and caches: no two may share one."""
+    members = {"png": picture_bytes(32, 32), "json": b'{"caption": "x"}'}
+    other = {"png": picture_bytes(48, 48), "json": b'{"caption": "y"}'}
+    samples = [("dir/one", members), ("two", members), ("dir/one", other), ("一", other), ("x" * 200, members)]
+    shard = write_shard(tmp_path / "a.tar", [{"key": key, "members": m} for key, m in samples])
     data = shard.read_bytes()
-    for cut in cuts:
-        shard.write_bytes(data[:cut])
-        with pytest.raises(ValueError, match="cut short"):
-            index_of(tmp_path, shard)
+    index = index_of(tmp_path, shard)
+    assert [index.key(i) for i in range(4)] == ["a.tar/dir/one", "a.tar/two", "a.tar/一", "a.tar/" + "x" * 200]
+    assert index.rejects == [("a.tar/dir/one", "an earlier sample has the same name")] and index[0].height == 32
+    with tarfile.open(shard, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as archive:
+        for extension, content in members.items():
+            info = tarfile.TarInfo(f"caf\u00e9.{extension}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    assert index_of(tmp_path, shard).key(0) == "a.tar/caf\\xe9"
+    assert shard.read_bytes() != data
+
+
+def test_a_picture_is_its_plain_extension(tmp_path):
+    members = {"mask.png": picture_bytes(16, 16), "png": picture_bytes(48, 48), "json": b'{"caption": "x"}'}
+    index = index_of(tmp_path, write_shard(tmp_path / "a.tar", [{"key": "a", "members": members}]))
+    assert index[0].height == 48
+
+
+def test_a_cut_picture_is_rejected_or_read_but_never_stops_the_rest(tmp_path):
+    whole, meta = picture_bytes(32, 32), b'{"caption": "x"}'
+    cuts = [{"key": f"c{n}", "members": {"png": whole[:n], "json": meta}} for n in (0, 4, 20, 40, len(whole) // 2)]
+    index = index_of(
+        tmp_path, write_shard(tmp_path / "a.tar", [*cuts, {"key": "w", "members": {"png": whole, "json": meta}}])
+    )
+    assert len(index) + len(index.rejects) == 6 and index.key(len(index) - 1) == "a.tar/w"
+
+
+def test_several_at_once_and_a_folder_that_cannot_be(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", simple_samples(8))
+    with ThreadPoolExecutor(8) as pool:
+        prints = set(pool.map(lambda _: index_of(tmp_path, shard).fingerprint, range(16)))
+    assert len(prints) == 1 and [f.suffix for f in (tmp_path / "cache" / "index").iterdir()] == [".npz"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--cache_folder"):
+        build_index([str(shard)], words, "t", tmp_path / "file")
 
 
 def test_what_cannot_be_used_is_rejected_with_its_reason(tmp_path):

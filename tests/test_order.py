@@ -1,5 +1,8 @@
 """The global order: every epoch a permutation, well mixed, different, and cheap anywhere."""
 
+from collections import Counter
+from itertools import permutations
+
 import numpy as np
 import pytest
 
@@ -36,14 +39,30 @@ def test_epochs_and_seeds_differ():
         assert (x == y).mean() < 0.01
 
 
+def many_epochs(order: GlobalOrder, epochs: int) -> np.ndarray:
+    """Return the permutation of each epoch, (epochs, N)."""
+    which = np.repeat(np.arange(epochs, dtype=np.uint64), order.num_samples)
+    places = np.tile(np.arange(order.num_samples, dtype=np.uint64), epochs)
+    return order.permute(which, places).reshape(epochs, -1)
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 4, 5])
+def test_every_order_of_a_few_samples_is_equally_likely(num_samples):
+    counts, epochs = Counter(), 6000
+    for seed in range(2):
+        counts.update(map(tuple, many_epochs(GlobalOrder(num_samples, 1, seed), epochs).tolist()))
+    orders = list(permutations(range(num_samples)))
+    expected, freedom = 2 * epochs / len(orders), len(orders) - 1
+    chi2 = sum((counts[order] - expected) ** 2 / expected for order in orders)
+    assert set(counts) == set(orders) and chi2 < freedom + 4 * (2 * freedom) ** 0.5
+
+
 def test_order_is_well_mixed():
     """Where a sample lands is uniform: chi-square of (place, sample) tables over many epochs, 15 x 15 degrees."""
     order, places = GlobalOrder(16, 1, seed=0), np.arange(16, dtype=np.uint64)
-    table, epochs = np.zeros((16, 16)), 4000
-    following = np.zeros((16, 16))
-    for epoch in range(epochs):
-        permuted = order.permute(epoch, places)
-        table[np.arange(16), permuted] += 1
+    table, following, epochs = np.zeros((16, 16)), np.zeros((16, 16)), 4000
+    for permuted in many_epochs(order, epochs):
+        table[places, permuted] += 1
         following[permuted[:-1], permuted[1:]] += 1
     expected = epochs / 16
     assert ((table - expected) ** 2 / expected).sum() < 225 + 5 * (2 * 225) ** 0.5
@@ -63,3 +82,5 @@ def test_far_positions_of_huge_sets_cost_no_memory():
 def test_an_empty_set_is_refused():
     with pytest.raises(ValueError, match="no usable sample"):
         GlobalOrder(0, 4, 0)
+    with pytest.raises(ValueError, match="global_batch_size"):
+        GlobalOrder(4, 0, 0)

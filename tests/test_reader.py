@@ -1,6 +1,9 @@
 """Reading: exact bytes, any number of threads, bad samples replaced alike everywhere."""
 
 import logging
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -71,18 +74,18 @@ def test_a_flipped_byte_is_replaced_alike_on_every_world_size(tmp_path, part, ca
     logging.getLogger("train").propagate = True
 
     def keys(num_ranks):
-        found = {}
+        found = Counter()
         for rank in range(num_ranks):
             loader = Loader(Reader(index), plan_of(index, num_ranks=num_ranks, rank=rank), 0, 0)
             for _ in range(4):
                 for micro in loader.next_step():
-                    found |= {(s.plan.epoch, s.key): s.plan.num_tokens for s in micro if s.plan.weight}
+                    found.update((s.plan.epoch, s.key, s.caption) for s in micro if s.plan.weight)
             if rank == 0 and num_ranks == 1:
                 assert list(loader.reader.bad_samples) == ["a.tar/s004"]
         return found
 
     alone = keys(1)
-    assert "a.tar/s004" not in {key for _, key in alone}
+    assert "a.tar/s004" not in {key for _, key, _ in alone} and alone.total() == 24
     assert keys(2) == alone == keys(3)
     assert sum("a.tar/s004" in message for message in caplog.messages) >= 1
     # The one in its place has the same size and no more text.
@@ -91,13 +94,95 @@ def test_a_flipped_byte_is_replaced_alike_on_every_world_size(tmp_path, part, ca
     assert instead.key == "a.tar/s008" and instead.plan.num_tokens <= planned.num_tokens
 
 
-def test_nothing_fits_in_its_place(tmp_path):
-    shard, index = make_index(tmp_path, count=3)  # three different sizes
+def damage(shard, *records):
     data = bytearray(shard.read_bytes())
-    data[index[1].image_offset + 5] ^= 1
+    for record in records:
+        data[record.image_offset + 5] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(BadDataError, match="a.tar/s001.*32 x 64"):
-        Reader(index).read(every_language(index, 1)[0])
+
+
+def test_a_smaller_one_takes_the_place_where_none_is_of_its_size(tmp_path):
+    shard, index = make_index(
+        tmp_path, count=4
+    )  # of 32 x 32, 32 x 64, 64 x 32 and 48 x 48 pixels: 4, 8, 8 and 9 tokens
+    damage(shard, index[1], index[2])
+    planned = every_language(index, 1)[1]
+    instead = Reader(index).read(planned)  # 2 is as large but bad, 3 is too large
+    assert instead.key == "a.tar/s000" and instead.plan.num_tokens <= planned.num_tokens
+    assert (instead.plan.height, instead.plan.width, instead.plan.num_image_tokens) == (32, 32, 4)
+    assert instead.pixels.shape == (3, 32, 32) and instead.caption == "东西0"
+
+
+def test_a_dropped_caption_stays_dropped(tmp_path):
+    shard, index = make_index(tmp_path)
+    damage(shard, index[4])
+    planned = replace(every_language(index, 4)[0], drop_caption=True, num_text_tokens=5, weight=0.0)
+    instead = Reader(index).read(planned)
+    assert (instead.key, instead.caption) == ("a.tar/s008", "")
+    assert instead.plan == replace(planned, index=8)
+
+
+def test_nothing_fits_in_its_place(tmp_path):
+    shard, index = make_index(tmp_path, count=3)
+    damage(shard, index[0])  # the smallest
+    with pytest.raises(BadDataError, match="a.tar/s000.*11 tokens"):
+        Reader(index).read(every_language(index, 0)[0])
+
+
+def test_the_budget_of_bad_samples(tmp_path):
+    shard, index = make_index(tmp_path)
+    damage(shard, index[0], index[4], index[8])
+    reader = Reader(index, max_bad_samples=2)
+    with pytest.raises(BadDataError, match="3 bad samples.*--max_bad_samples.*a.tar/s008"):
+        reader.read(every_language(index, 0)[0])
+    loader = Loader(Reader(index, max_bad_samples=2), plan_of(index, batch=12), 0, 2)  # from a thread as well
+    with pytest.raises(BadDataError):
+        for _ in range(3):
+            loader.next_step()
+    loader.close()
+
+
+def test_more_shards_than_stay_open(tmp_path, monkeypatch):
+    """Threads read on while others open and close shards."""
+    monkeypatch.setattr("data.reader._MAX_OPEN_SHARDS", 2)
+    shards = [write_shard(tmp_path / f"{n}.tar", simple_samples(4)) for n in range(8)]
+    index = build_index([str(s) for s in shards], lambda text: 3, "t", tmp_path / "cache")
+    reader, open_before = Reader(index), len(os.listdir("/dev/fd"))
+    order = [i % 32 for i in range(0, 32 * 11 * 4, 11)]
+    with ThreadPoolExecutor(4) as pool:
+        pixels = list(pool.map(reader.read_pixels, order))
+    for i, picture in zip(order, pixels, strict=True):
+        expected = decode_image(picture_bytes(index[i].height, index[i].width, seed=i % 4))
+        assert np.array_equal(picture.permute(1, 2, 0), expected)
+    assert len(os.listdir("/dev/fd")) == open_before + 2
+    reader.close()
+    assert len(os.listdir("/dev/fd")) == open_before
+
+
+def test_captions_are_kept_within_bounds(tmp_path, monkeypatch):
+    _, index = make_index(tmp_path)
+    reader = Reader(index)
+    first = reader.read_captions(3)
+    assert reader.read_captions(3) is first
+    monkeypatch.setattr("data.reader._MAX_CAPTION_BYTES", 2 * index[3].meta_size)
+    for i in (4, 5, 6):
+        reader.read_captions(i)
+    assert reader.read_captions(3) is not first and reader.read_captions(3) == first
+
+
+@pytest.mark.parametrize("count, batch, num_ranks", [(1, 4, 2), (3, 4, 2), (2, 2, 4), (12, 1, 3)])
+def test_tiny_sets_and_batches(tmp_path, count, batch, num_ranks):
+    """One shard on several ranks, fewer samples than a batch, fewer than ranks: the same samples, none waits."""
+    _, index = make_index(tmp_path, count)
+    for workers in (0, 1, 3):
+        loaders = [Loader(Reader(index), plan_of(index, batch, num_ranks, r), 0, workers) for r in range(num_ranks)]
+        for step in range(3):
+            ranks = [loader.next_step() for loader in loaders]
+            assert len({len(rank) for rank in ranks}) == 1 and all(micro for rank in ranks for micro in rank)
+            seen = Counter((s.plan.epoch, s.plan.index) for rank in ranks for m in rank for s in m if s.plan.weight)
+            assert seen == Counter((ref.epoch, ref.index) for ref in GlobalOrder(count, batch, 1).batch(step))
+        for loader in loaders:
+            loader.close()
 
 
 def test_a_shard_cut_after_indexing_is_a_bad_sample_not_a_hang(tmp_path):
@@ -106,6 +191,11 @@ def test_a_shard_cut_after_indexing_is_a_bad_sample_not_a_hang(tmp_path):
     reader = Reader(index)
     assert reader.read(every_language(index, 8)[0]).key == "a.tar/s000"
     assert list(reader.bad_samples) == ["a.tar/s008"]
+    shard.unlink()
+    gone = Reader(index)
+    with pytest.raises(BadDataError):
+        gone.read(every_language(index, 8)[0])
+    assert list(gone.bad_samples) == ["a.tar/s008", "a.tar/s000", "a.tar/s004"]  # each of its size, once
 
 
 def test_bad_settings_are_refused(tmp_path):
