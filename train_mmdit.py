@@ -29,24 +29,31 @@ from model.encoders import Encoders
 from model.latents import PATCH, patchify
 from model.layout import PackedLayout
 from model.mmdit import MMDiT, MMDiTConfig, init_parameter
-from model.mmdit_plan import FSDP_UNITS, TENSOR_PARALLEL_PLAN
-from model.sampling import SamplerSettings, generate
+from model.mmdit_plan import (
+    ATTENTIONS,
+    FSDP_UNITS,
+    SEQUENCE_PARALLEL_PLAN,
+    TENSOR_PARALLEL_PLAN,
+    shard_inputs,
+)
+from model.sampling import SamplerSettings
 from parallel import checkpoint
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.context_parallel import apply_token_parallel
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
 from parallel.fsdp import shard_model
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.mesh import build_mesh, data_parallel
+from parallel.mesh import build_mesh, data_parallel, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights, load_weights
+from tools.sample_grid import sample_grid
 from utils.config import parse, run_main, write_run_folder
 from utils.ema import EMA
 from utils.flops import device_peak, mmdit_forward_flops
 from utils.logging import RunLog, set_up_logging
 from utils.optimizer import build_adamw, optimizer_tensors
 from utils.phase_timer import PhaseTimer
-from utils.picture_grid import labelled_grid
 from utils.random_streams import torch_generator
 from utils.schedule import learning_rate
 
@@ -90,8 +97,9 @@ class Config:
     # Parallelism: the axes of the device mesh
     dp_replicate: int = 1  # HSDP: copies of the sharded model
     dp_shard: int = -1  # FSDP2 shards; -1 = all ranks that are left
-    cp: int = 1  # context parallel
-    tp: int = 1  # tensor parallel: must divide the attention heads
+    cp: int = 1  # context parallel: ranks that share out the tokens of the same samples; cp · tp must divide the heads
+    tp: int = 1  # tensor parallel: ranks that share out the work on every token
+    tp_sequence_parallel: bool = False  # share out the tokens between the tensor-parallel layers, too: less memory
     dtype: str = "auto"  # compute in float32 or bfloat16 (auto: on GPUs); master weights and sums stay float32
     reshard_after_forward: bool = True  # free gathered weights between forward and backward
     activation_checkpointing: str = "none"  # none, or full: recompute each block in the backward pass
@@ -182,7 +190,7 @@ def validation_losses(model: nn.Module, encoders: Encoders, reader: Reader, cfg:
             losses = sample_losses(model, batch, cfg) * batch.weight
             sums[:, stratum].index_add_(0, batch.language.cpu(), losses.double().cpu())
             counts[:, stratum].index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
-    # Tensor-parallel peers count everything twice, above and below the line alike.
+    # Peers along cp and tp count everything again, above and below the line alike.
     totals = torch.tensor(all_reduce_sum(torch.stack((sums, counts)).flatten().tolist(), encoders.device))
     sums, counts = totals.view(2, len(LANGUAGES), NUM_STRATA)
     result = {"val_loss": sums.sum() / counts.sum()}
@@ -200,31 +208,6 @@ def validation_micro_batches(index: Index, cfg: Config, data_rank: int, num_data
     dealt = deal([task.num_tokens for task in tasks], num_data_ranks, cfg.max_tokens_per_micro_batch)[data_rank]
     # A rank without work still takes part in every gather, at weight 0.
     return [[tasks[i] for i in micro] or [replace(tasks[0], weight=0.0)] for micro in dealt]
-
-
-@torch.no_grad()
-def sample_grid(model: nn.Module, encoders: Encoders, cfg: Config, data_rank: int, num_data_ranks: int):
-    """Generate `sample_prompts`, shared out over the data ranks.  Returns the labelled grid on rank 0, else None."""
-    latent_size = [side // encoders.vae.scale_factor for side in cfg.sample_size]
-    shape = (encoders.vae.num_channels, *latent_size)
-    prompts, negative = [encoders.prompt(p) for p in cfg.sample_prompts], encoders.prompt(" ")
-    tokens = [2 * math.prod(latent_size) // PATCH**2 + len(p) + len(negative) for p in prompts]
-    mine = {}
-    for micro in deal(tokens, num_data_ranks, max(cfg.max_tokens_per_micro_batch, *tokens))[data_rank]:
-        chosen = micro or [0]
-        noise = [torch.randn(shape, generator=torch_generator(cfg.seed, 0, i, "sample")) for i in chosen]
-        languages = [0 if any("\u4e00" <= c <= "\u9fff" for c in cfg.sample_prompts[i]) else 1 for i in chosen]
-        latents = generate(
-            model, [prompts[i] for i in chosen], negative, [n.to(encoders.device) for n in noise],
-            SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), languages if cfg.num_languages else None,
-        )  # fmt: skip
-        mine |= {i: encoders.picture(x) for i, x in zip(micro, latents, strict=False)}
-    gathered = [{}] * dist.get_world_size() if is_main() else None
-    dist.gather_object(mine, gathered)
-    if gathered is None:
-        return None
-    pictures = {i: picture for part in gathered for i, picture in part.items()}
-    return labelled_grid([pictures[i] for i in range(len(prompts))], cfg.sample_prompts, columns=8)
 
 
 def check_config(cfg: Config) -> None:
@@ -269,16 +252,18 @@ def main(cfg: Config) -> None:
 
     # ---- 4. Model: built without memory, cut, then filled -----------------------------------------------------------
     model_config = MMDiTConfig.from_folder(f"{cfg.model}/transformer", num_languages=cfg.num_languages)
-    if model_config.num_attention_heads % cfg.tp:
-        raise ValueError(
-            f"--tp {cfg.tp} does not divide the model's {model_config.num_attention_heads} attention heads"
-        )
+    cp, tp = mesh["cp"].size(), mesh["tp"].size()
+    if (heads := model_config.num_attention_heads) % (cp * tp):
+        raise ValueError(f"--cp {cp} × --tp {tp} does not divide the model's {heads} attention heads")
     with torch.device("meta"):
         model = MMDiT(model_config)
     num_parameters = sum(p.numel() for p in model.parameters())
-    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh["tp"])
+    weights = weights_mesh(mesh)
+    by_rows = cfg.tp_sequence_parallel
+    apply_tensor_parallel(model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
+    apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
     apply_activation_checkpointing(model, FSDP_UNITS, cfg.activation_checkpointing)
-    shard_model(model, FSDP_UNITS, mesh, dtype, torch.float32, cfg.reshard_after_forward)
+    shard_model(model, FSDP_UNITS, weights, dtype, torch.float32, cfg.reshard_after_forward)
     materialize(model, device, init_parameter, cfg.seed)
     if has_weights(f"{cfg.model}/transformer") and not cfg.from_scratch:
         load_weights(model, f"{cfg.model}/transformer", optional=("language_embed.weight",))
@@ -308,7 +293,7 @@ def main(cfg: Config) -> None:
     )  # fmt: skip
 
     timer, peak = PhaseTimer(device), device_peak(device, dtype)
-    ranks_alike = dist.get_world_size() // num_data_ranks  # tensor-parallel peers count the same samples
+    ranks_alike = dist.get_world_size() // num_data_ranks  # peers along cp and tp count the same samples
     # ---- 7. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
         # Watch before the step: turn 0 sees the untrained model, the last turn only watches.
@@ -321,7 +306,12 @@ def main(cfg: Config) -> None:
                 run_log.scalars(step, validation_losses(model, encoders, val_reader, cfg, val_micro_batches))
         if cfg.sample_every and (ended or step % cfg.sample_every == 0):
             with ema.swapped_in(model):
-                run_log.image(step, "samples", sample_grid(model, encoders, cfg, data_rank, num_data_ranks))
+                picture = sample_grid(
+                    model, encoders, cfg.sample_prompts, cfg.sample_size,
+                    SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), cfg.seed, cfg.max_tokens_per_micro_batch,
+                    data_rank, num_data_ranks,
+                )  # fmt: skip
+                run_log.image(step, "samples", picture)
         if ended:
             break
 

@@ -65,6 +65,14 @@ class JointAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(inner, dim)])
         self.to_add_out = nn.Linear(inner, dim)
 
+    def tokens_to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Where tokens are shared out over ranks, replaced by an exchange: some tokens, all heads → all, some."""
+        return tensors
+
+    def heads_to_tokens(self, x: Tensor) -> Tensor:
+        """The way back: all tokens, some heads → some, all."""
+        return x
+
     def forward(self, img: Tensor, txt: Tensor, rotary: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | None]:
         """img: (I, D), txt: (T, D), rotary: (L, 1, Dh / 2) complex, in joint order.
 
@@ -72,7 +80,7 @@ class JointAttention(nn.Module):
         """
         # Heads under tensor parallelism: the module never learns its rank; the local head count follows from the shape.
         heads = (-1, self.head_dim)
-        joint = []
+        qkv = []
         for txt_proj, txt_norm, img_proj, img_norm in (
             (self.add_q_proj, self.norm_added_q, self.to_q, self.norm_q),
             (self.add_k_proj, self.norm_added_k, self.to_k, self.norm_k),
@@ -81,10 +89,10 @@ class JointAttention(nn.Module):
             txt_heads, img_heads = txt_proj(txt).unflatten(-1, heads), img_proj(img).unflatten(-1, heads)
             if txt_norm is not None:
                 txt_heads, img_heads = txt_norm(txt_heads), img_norm(img_heads)
-            packed = permute_rows(torch.cat((txt_heads, img_heads)), layout.joint_order, layout.joint_inverse)
-            joint.append(packed if txt_norm is None else apply_rotary(packed, rotary))
+            qkv.append(torch.cat((txt_heads, img_heads)))
 
-        out = packed_attention(*joint, layout).flatten(1)
-        out = permute_rows(out, layout.joint_inverse, layout.joint_order)
+        q, k, v = (permute_rows(x, layout.joint_order, layout.joint_inverse) for x in self.tokens_to_heads(*qkv))
+        out = packed_attention(apply_rotary(q, rotary), apply_rotary(k, rotary), v, layout)
+        out = self.heads_to_tokens(permute_rows(out, layout.joint_inverse, layout.joint_order)).flatten(1)
         txt_out, img_out = out.split((len(txt), len(img)))
         return self.to_out[0](img_out), self.to_add_out(txt_out) if self.has_txt_output else None

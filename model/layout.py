@@ -4,7 +4,7 @@ Legend: B samples in the micro-batch, I image tokens, T text tokens, L = I + T.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,8 +27,7 @@ class PackedLayout:
     img_sample: Tensor  # (I,) int64: the sample of each image token
     txt_sample: Tensor  # (T,) int64: the sample of each text token
     is_reference: Tensor  # (I,) bool
-    img_positions: Tensor  # (I, 3) int64: rotary position of each image token along frame, row, column
-    txt_positions: Tensor  # (T,) int64: rotary position of each text token, the same along all three axes
+    positions: Tensor  # (L, 3) int64: rotary position of each token of cat(txt, img) along frame, row, column
     joint_order: Tensor  # (L,) int64: joint[j] = cat(txt, img)[joint_order[j]]
     joint_inverse: Tensor  # (L,) int64: cat(txt, img)[i] = joint[joint_inverse[i]]
     cu_seqlens: Tensor  # (B + 1,) int32: bounds of the samples in joint order
@@ -54,9 +53,10 @@ class PackedLayout:
 
         img_lens = [sum(f * h * w for f, h, w in images) for images in grids]
         target_lens = [images[0][0] * images[0][1] * images[0][2] for images in grids]
-        positions = [_image_positions(i, grid) for images in grids for i, grid in enumerate(images)]
+        img_positions = [_image_positions(i, grid) for images in grids for i, grid in enumerate(images)]
         # Text follows the largest image of its sample on the diagonal of the rotary axes.
         txt_starts = [max(max(h // 2, w // 2) for _, h, w in images) for images in grids]
+        txt_positions = torch.cat([torch.arange(s, s + n) for s, n in zip(txt_starts, txt_lens, strict=True)])
 
         img_starts, txt_offsets = _starts(img_lens), _starts(txt_lens)
         num_txt = sum(txt_lens)
@@ -75,8 +75,7 @@ class PackedLayout:
             img_sample=img_sample,
             txt_sample=samples.repeat_interleave(torch.tensor(txt_lens)),
             is_reference=within >= torch.tensor(target_lens)[img_sample],
-            img_positions=torch.cat(positions),
-            txt_positions=torch.cat([torch.arange(s, s + n) for s, n in zip(txt_starts, txt_lens, strict=True)]),
+            positions=torch.cat((txt_positions[:, None].expand(-1, 3), *img_positions)),
             joint_order=joint_order,
             joint_inverse=torch.empty_like(joint_order).scatter_(0, joint_order, torch.arange(len(joint_order))),
             cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
@@ -86,6 +85,40 @@ class PackedLayout:
             txt_lens=tuple(txt_lens),
             runs=tuple((lengths.count(n), n) for n in sorted(set(lengths))),
             **{name: tensor.to(device) for name, tensor in tensors.items()},
+        )
+
+    def shard(self, num_groups: int, group_size: int, index: int) -> "PackedLayout":
+        """Return the layout of one piece of the tokens, for a forward that several ranks share.
+
+        Each stream, filled with up to num_groups · group_size − 1 tokens that belong to no sample, is cut into so many
+        equal pieces; piece `index` keeps its part of what is said of single tokens.  Attention still runs over all
+        tokens: in joint order the filling is one more segment, and `joint_order` and `positions` refer to the groups
+        end to end, each as [its text tokens, its image tokens]; group_size neighbouring pieces make a group.
+        `shard_rows` cuts the streams themselves.
+        """
+        num_pieces, device = num_groups * group_size, self.joint_order.device
+        num_txt, num_img = len(self.txt_sample), len(self.img_sample)
+        more_txt, more_img = -num_txt % num_pieces, -num_img % num_pieces
+        filled_txt, filled_img = num_txt + more_txt, num_img + more_img
+        rows = torch.arange(filled_txt + filled_img, device=device)  # of cat(txt, img), filled
+        txt_rows, img_rows = rows.split((filled_txt, filled_img))
+        by_group = torch.cat((txt_rows.view(num_groups, -1), img_rows.view(num_groups, -1)), dim=1).flatten()
+        place = torch.empty_like(by_group).scatter_(0, by_group, rows)
+        joint_rows = self.joint_order + more_txt * (self.joint_order >= num_txt)
+        joint_order = place[torch.cat((joint_rows, txt_rows[num_txt:], img_rows[num_img:]))]
+        positions = self.positions.new_zeros(len(rows), 3)
+        positions[torch.cat((txt_rows[:num_txt], img_rows[:num_img]))] = self.positions
+        num_more = more_txt + more_img
+        return replace(
+            self,
+            img_sample=shard_rows(self.img_sample, num_pieces, index),
+            txt_sample=shard_rows(self.txt_sample, num_pieces, index),
+            is_reference=shard_rows(self.is_reference, num_pieces, index),
+            positions=positions[by_group],
+            joint_order=joint_order,
+            joint_inverse=torch.empty_like(joint_order).scatter_(0, joint_order, rows),
+            cu_seqlens=torch.cat((self.cu_seqlens, self.cu_seqlens[-1:] + num_more)) if num_more else self.cu_seqlens,
+            runs=(*self.runs, (1, num_more)) if num_more else self.runs,
         )
 
     @property
@@ -101,7 +134,7 @@ class PackedLayout:
     @property
     def max_seqlen(self) -> int:
         """Length of the longest sample, text and images together."""
-        return self.runs[-1][1]
+        return max(length for _, length in self.runs)
 
     @cached_property
     def img_membership(self) -> Tensor:
@@ -120,6 +153,14 @@ class PackedLayout:
         """(B, I) float32: 1 / (target tokens of the sample) on its target tokens, 0 elsewhere."""
         targets = self.img_membership * ~self.is_reference
         return targets / targets.sum(dim=1, keepdim=True)
+
+
+def shard_rows(x: Tensor, num_pieces: int, index: int) -> Tensor:
+    """Return piece `index` of the rows of a stream (n, …), filled with zeros to equal pieces."""
+    more = -len(x) % num_pieces
+    if more:
+        x = torch.cat((x, x.new_zeros(more, *x.shape[1:])))
+    return x.chunk(num_pieces)[index]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

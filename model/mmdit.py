@@ -251,8 +251,7 @@ class MMDiT(nn.Module):
         own_t = conditioning[: len(t)]
         txt_modulation = Modulation(own_t, layout.txt_sample, layout.txt_membership)
 
-        positions = torch.cat((layout.txt_positions[:, None].expand(-1, 3), layout.img_positions))
-        rotary = rotary_factors(positions[layout.joint_order], self.config.axes_dims_rope, t.dtype)
+        rotary = rotary_factors(layout.positions[layout.joint_order], self.config.axes_dims_rope, t.dtype)
 
         img = self.img_in(img.to(dtype))
         txt = self.txt_in(self.txt_norm(txt.to(dtype)))

@@ -1,4 +1,8 @@
-"""How the MMDiT is cut for parallel training, as data; `parallel` applies it without knowing the model."""
+"""How the MMDiT is cut for parallel training; `parallel` applies it without knowing the model."""
+
+from torch import Tensor
+
+from model.layout import PackedLayout, shard_rows
 
 # Tensor parallelism: module name pattern → how its weights are split over the `tp` axis (see
 # `parallel.tensor_parallel`).  Heads and MLPs follow Megatron-LM (arXiv 1909.08053).  The modulation linears hold a
@@ -33,6 +37,49 @@ TENSOR_PARALLEL_PLAN: dict[str, str] = {
     "norm_out.linear": "colwise_gather",
     "proj_out": "replicate",
 }
+
+# The same with sequence parallelism (arXiv 2205.05198): between the layers each rank keeps its share of the tokens.
+SEQUENCE_PARALLEL_PLAN: dict[str, str] = TENSOR_PARALLEL_PLAN | {
+    "txt_norm": "replicate_rows",
+    "img_in": "replicate_rows",
+    "txt_in": "replicate_rows",
+    "transformer_blocks.*.img_mod.1": "colwise_gather_rows",
+    "transformer_blocks.*.txt_mod.1": "colwise_gather_rows",
+    "transformer_blocks.*.attn": "joint_input_rows",
+    "transformer_blocks.*.attn.to_out.0": "rowwise_rows",
+    "transformer_blocks.*.attn.to_add_out": "rowwise_rows",
+    "transformer_blocks.*.img_mlp.net.0.proj": "colwise_rows",
+    "transformer_blocks.*.img_mlp.net.2": "rowwise_rows",
+    "transformer_blocks.*.txt_mlp.net.0.proj": "colwise_rows",
+    "transformer_blocks.*.txt_mlp.net.2": "rowwise_rows",
+    "norm_out.linear": "colwise_gather_rows",
+    "proj_out": "replicate_rows",
+}
+
+# Context parallelism: the modules that exchange tokens for heads, and how the network's inputs are cut by tokens.
+ATTENTIONS: tuple[str, ...] = ("transformer_blocks.*.attn",)
+
+
+def shard_inputs(
+    num_groups: int,
+    group_size: int,
+    index: int,
+    img: Tensor,
+    txt: Tensor,
+    t: Tensor,
+    layout: PackedLayout,
+    language: Tensor | None = None,
+) -> tuple:
+    """Return the inputs of `MMDiT.forward` for one piece of the tokens; see `PackedLayout.shard`."""
+    num_pieces = num_groups * group_size
+    return (
+        shard_rows(img, num_pieces, index),
+        shard_rows(txt, num_pieces, index),
+        t,
+        layout.shard(num_groups, group_size, index),
+        language,
+    )
+
 
 # Fully sharded data parallelism: each match is one unit, gathered and freed as a whole; the rest is the last unit.
 FSDP_UNITS: tuple[str, ...] = ("transformer_blocks.*",)

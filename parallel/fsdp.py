@@ -20,11 +20,12 @@ def shard_model(
 ) -> None:
     """Shard `model` in place over dp_shard; with dp_replicate > 1, copies of the shards are kept in step (HSDP).
 
+    mesh: that of the weights (`parallel.mesh.weights_mesh`), with cp folded into dp_shard.
     units: name patterns; each match is gathered and freed as a whole, and what is left of the model is one more unit.
     param_dtype: of the gathered weights, hence of the computation; the shards keep their own dtype.
     reduce_dtype: in which gradients are summed.
     reshard_after_forward: free a unit's gathered weights between its forward and its backward.
-    Gradients are summed over the data ranks, not averaged: the loss is to be divided by the global batch size.
+    Gradients are summed over the ranks, not averaged: the loss is to be divided by the global batch size.
     """
     data_mesh = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     options = {

@@ -11,13 +11,12 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 def build_mesh(device_type: str, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) -> DeviceMesh:
     """Arrange all ranks in a mesh with the axes dp_replicate, dp_shard, cp and tp; tp varies fastest.
 
-    dp_replicate: copies of the sharded model (HSDP); dp_shard: FSDP shards; tp: tensor parallel.
+    dp_replicate: copies of the sharded model (HSDP); dp_shard: FSDP shards; cp: ranks that share out the tokens of the
+    same samples, and are FSDP shards as well; tp: tensor parallel.
     One of the sizes may be -1: what the others leave.
     Raises: ValueError if the sizes do not multiply to the number of ranks.
     """
     sizes = dict(zip(AXES, (dp_replicate, dp_shard, cp, tp), strict=True))
-    if cp != 1:
-        raise ValueError(f"--cp must be 1, got {cp}: context parallel is not implemented")
     if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
         raise ValueError(f"mesh sizes must be positive, and at most one of them -1 (what is left), got {sizes}")
     num_ranks = dist.get_world_size()
@@ -30,6 +29,17 @@ def build_mesh(device_type: str, dp_replicate: int = 1, dp_shard: int = -1, cp: 
             "the sizes (-1 for one of them takes what is left)"
         )
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+
+
+def weights_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that weights are cut over: cp ranks work on the same samples, but as shards they are like others.
+
+    The same ranks and axes, with cp folded into dp_shard.
+    """
+    dp_replicate, dp_shard, cp, tp = mesh.shape
+    if cp == 1:
+        return mesh
+    return init_device_mesh(mesh.device_type, (dp_replicate, dp_shard * cp, 1, tp), mesh_dim_names=AXES)
 
 
 def data_parallel(mesh: DeviceMesh) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Weights become DTensors on the tp axis, so that FSDP, checkpoints and norms know how they are cut.  The mathematics runs
 on plain local tensors with the collectives written out: per linear this costs a third of what dispatching on DTensors
-does.  Source: Megatron-LM, arXiv 1909.08053; `_CopyIn` and `_SumOut` are its f and g.
+does.  Source: Megatron-LM, arXiv 1909.08053 (`copy_in` and `sum_out` are its f and g) and 2205.05198 (rows).
 """
 
 from collections.abc import Mapping
@@ -14,86 +14,54 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from parallel.collectives import copy_in, gather, sum_out, sum_scatter_rows
 from parallel.module_patterns import matching_modules
-
-# One collective under two names: torch 2.13 warns of the older one, earlier versions know no other.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-class _CopyIn(torch.autograd.Function):
-    """Hand equal values to every rank's part of the work; their gradient is the sum of the ranks' parts."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
-
-
-class _SumOut(torch.autograd.Function):
-    """Add up the ranks' parts of a result; each part's gradient is the whole gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherOut(torch.autograd.Function):
-    """Join the ranks' slices of the last dimension; backward each takes its slice, since all have the same gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        slices = x.new_empty(group.size(), *x.shape)
-        _all_gather(slices.flatten(0, 1), x.contiguous(), group=group)
-        return slices.movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
 
 
 class ColwiseLinear(nn.Linear):
     """A linear layer of which each rank computes some of the output features."""
 
-    input_is_shared = False  # an enclosing module already sums the input's gradient
+    input_is_shared = False  # an enclosing module already gathers the input or sums its gradient
     gather_output = False
+    by_rows = False  # sequence parallelism: rows are shared out before the input, or after the gathered output
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in), equal on all ranks → (..., out / tp), or (..., out) with gather_output."""
+        """x: (..., in), equal on all ranks → (..., out / tp), or (..., out) with gather_output.
+
+        by_rows without gather_output: (rows, in) → (tp · rows, out / tp).
+        """
         if not self.input_is_shared:
-            x = _CopyIn.apply(x, self.group)
+            cut = self.by_rows and not self.gather_output
+            x = gather(x, self.group, 0, sum_gradients=True) if cut else copy_in(x, self.group)
         out = F.linear(x, self.weight.to_local(), _local_or_none(self.bias))
-        return _GatherOut.apply(out, self.group) if self.gather_output else out
+        return gather(out, self.group, -1, sum_gradients=self.by_rows) if self.gather_output else out
 
 
 class RowwiseLinear(nn.Linear):
     """A linear layer of which each rank has some of the input features, as a column-wise layer before it left them."""
 
+    by_rows = False  # sequence parallelism: each rank keeps some rows of the sum
+
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in / tp) → (..., out), equal on all ranks."""
-        out = _SumOut.apply(F.linear(x, self.weight.to_local()), self.group)
-        return out if self.bias is None else out + self.bias.to_local()
+        """x: (..., in / tp) → (..., out), equal on all ranks; by_rows: (rows, in / tp) → (rows / tp, out)."""
+        out = F.linear(x, self.weight.to_local())
+        out = sum_scatter_rows(out, self.group) if self.by_rows else sum_out(out, self.group)
+        if self.bias is None:
+            return out
+        bias = self.bias.to_local()
+        return out + (copy_in(bias, self.group) if self.by_rows else bias)
 
 
 class ReplicatedLinear(nn.Linear):
-    """A linear layer that every rank computes in full."""
+    """A linear layer whose weights every rank holds in full, for all rows or, by_rows, for this rank's."""
+
+    by_rows = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to_local(), _local_or_none(self.bias))
+        weight, bias = self.weight.to_local(), _local_or_none(self.bias)
+        if self.by_rows:
+            weight, bias = copy_in(weight, self.group), None if bias is None else copy_in(bias, self.group)
+        return F.linear(x, weight, bias)
 
 
 class ReplicatedEmbedding(nn.Embedding):
@@ -104,10 +72,14 @@ class ReplicatedEmbedding(nn.Embedding):
 
 
 class ReplicatedRMSNorm(nn.RMSNorm):
-    """A norm of values that every rank has in full."""
+    """A norm of values that every rank has in full, or, by_rows, of this rank's rows."""
+
+    by_rows = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to_local(), self.eps)
+        weight = self.weight.to_local()
+        weight = copy_in(weight, self.group) if self.by_rows else weight
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class HeadRMSNorm(nn.RMSNorm):
@@ -118,7 +90,7 @@ class HeadRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (tokens, N / tp, Dh)."""
-        weight = _CopyIn.apply(self.weight.to_local(), self.group)
+        weight = copy_in(self.weight.to_local(), self.group)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
@@ -145,8 +117,15 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp_mesh: De
       "rowwise"         cut along the input features, which come cut; the output is summed
       "head_norm"       replicated norm weight over local heads: its gradient is summed
       "replicate"       replicated weights, ordinary mathematics
-      "joint_input"     on a module around column-wise layers that read its tensor arguments: the arguments' gradients
-                        are summed once for all these layers instead of once for each
+      "joint_input"     on a module around column-wise layers that read its real (not complex) tensor arguments: the
+                        arguments' gradients are summed once for all these layers instead of once for each
+    With "_rows" after the name, the rows of activations are shared out over the ranks (sequence parallelism; see
+    `parallel.context_parallel`):
+      "colwise_rows"         the input's rows are gathered
+      "colwise_gather_rows"  what comes after the gathered output sees this rank's rows only
+      "rowwise_rows"         the output is summed and its rows scattered
+      "replicate_rows"       ordinary mathematics on this rank's rows
+      "joint_input_rows"     the arguments' rows are gathered once for all column-wise layers inside
     Weights must be equal on all ranks, or on the meta device.
     Raises: ValueError if a dimension is not divisible, or a parameter is not in the plan.
     """
@@ -155,8 +134,8 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp_mesh: De
     joint: list[str] = []
     for pattern, style in plan.items():
         for name, module in matching_modules(model, pattern):
-            if style == "joint_input":
-                _share_inputs(module, tp_mesh.get_group())
+            if style in ("joint_input", "joint_input_rows"):
+                _share_inputs(module, tp_mesh.get_group(), by_rows=style == "joint_input_rows")
                 joint.append(name + ".")
             else:
                 _cut(name, module, style, tp_mesh)
@@ -169,12 +148,15 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp_mesh: De
 
 def _cut(name: str, module: nn.Module, style: str, tp_mesh: DeviceMesh) -> None:
     """Turn a module into its tensor-parallel form, and its parameters into DTensors."""
-    if type(module) not in _STYLES.get(style, {}):
+    base, by_rows = style.removesuffix("_rows"), style.endswith("_rows")
+    become, cut_dims = _STYLES.get(base, {}).get(type(module), (None, {}))
+    if become is None or (by_rows and not hasattr(become, "by_rows")):
         raise ValueError(f"tensor-parallel style {style!r} does not apply to {name}, a {type(module).__name__}")
-    module.__class__, cut_dims = _STYLES[style][type(module)]
-    module.group = tp_mesh.get_group()
-    if style == "colwise_gather":
+    module.__class__, module.group = become, tp_mesh.get_group()
+    if base == "colwise_gather":
         module.gather_output = True
+    if by_rows:
+        module.by_rows = True
     for parameter_name, parameter in list(module.named_parameters(recurse=False)):
         dim = cut_dims.get(parameter_name)
         if dim is not None and parameter.shape[dim] % tp_mesh.size():
@@ -197,11 +179,13 @@ def _distribute(parameter: nn.Parameter, dim: int | None, tp_mesh: DeviceMesh) -
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
 
-def _share_inputs(module: nn.Module, group: dist.ProcessGroup) -> None:
-    def copy_in(_, args: tuple) -> tuple:
-        return tuple(_CopyIn.apply(x, group) if isinstance(x, Tensor) and x.requires_grad else x for x in args)
+def _share_inputs(module: nn.Module, group: dist.ProcessGroup, by_rows: bool) -> None:
+    def share(x):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return gather(x, group, 0, sum_gradients=True) if by_rows else copy_in(x, group)
 
-    module.register_forward_pre_hook(copy_in)
+    module.register_forward_pre_hook(lambda _, args: tuple(map(share, args)))
 
 
 def _local_or_none(tensor: DTensor | None) -> Tensor | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 
-from model.layout import PackedLayout
+from model.layout import PackedLayout, shard_rows
 from model.rope import rotary_factors
 
 GRIDS = [[(1, 1, 2)], [(1, 1, 1), (1, 2, 1)], [(1, 1, 1)]]
@@ -29,15 +29,36 @@ def test_rotary_equals_diffusers(images):
     reference = QwenEmbedRope(10_000, [4, 6, 6], scale_rope=True)
     img_table, txt_table = reference([images], torch.device("cpu"), 6)
     layout = PackedLayout.build([images], [6])
-    for positions, table in (
-        (layout.img_positions, img_table),
-        (layout.txt_positions[:, None].expand(-1, 3), txt_table),
-    ):
-        factors = rotary_factors(positions, (4, 6, 6), torch.float32)
-        torch.testing.assert_close(factors[:, 0], table, atol=1e-6, rtol=0)
+    factors = rotary_factors(layout.positions, (4, 6, 6), torch.float32)
+    torch.testing.assert_close(factors[:, 0], torch.cat((txt_table, img_table)), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("grids, txt_lens", [([], []), ([[]], [1]), ([[(1, 1, 1)]], [0]), ([[(1, 0, 1)]], [1])])
 def test_empty_samples_are_refused(grids, txt_lens):
     with pytest.raises(ValueError):
         PackedLayout.build(grids, txt_lens)
+
+
+@pytest.mark.parametrize("num_groups, group_size", [(1, 2), (2, 1), (2, 2), (3, 1), (4, 2)])
+def test_pieces_hold_every_token_once_and_attend_as_the_whole(num_groups, group_size):
+    layout, num_pieces = PackedLayout.build(GRIDS, TXT_LENS), num_groups * group_size
+    # Tokens by name, from 1: a stream's filling is 0.
+    txt, img = torch.arange(1, 6), torch.arange(11, 17)
+    pieces = [layout.shard(num_groups, group_size, i) for i in range(num_pieces)]
+    txt_pieces, img_pieces = ([shard_rows(x, num_pieces, i) for i in range(num_pieces)] for x in (txt, img))
+    assert torch.cat(txt_pieces)[:5].equal(txt) and torch.cat(img_pieces)[:6].equal(img)
+    assert torch.cat([p.img_sample for p in pieces])[:6].equal(layout.img_sample)
+    assert torch.cat([p.txt_sample for p in pieces])[:5].equal(layout.txt_sample)
+    assert torch.cat([p.is_reference for p in pieces])[:6].equal(layout.is_reference)
+    # The groups end to end, each its texts and its images, as attention receives them.
+    groups = [slice(g * group_size, (g + 1) * group_size) for g in range(num_groups)]
+    tokens = torch.cat([part for g in groups for part in (*txt_pieces[g], *img_pieces[g])])
+    whole = torch.cat((txt, img))
+    for piece in pieces:
+        joint = tokens[piece.joint_order]
+        assert joint[:11].equal(whole[layout.joint_order]) and not joint[11:].any()
+        assert piece.positions[piece.joint_order][:11].equal(layout.positions[layout.joint_order])
+        assert joint[piece.joint_inverse].equal(tokens)
+        more = len(tokens) - 11
+        assert piece.runs == layout.runs + ((1, more),) * bool(more) and piece.max_seqlen == max(5, more)
+        assert piece.cu_seqlens.tolist() == [0, 3, 6, 11] + [11 + more] * bool(more)

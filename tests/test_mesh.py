@@ -15,7 +15,7 @@ BAD = {
     (-1, -1, 1, 1): "at most one of them -1",
     (1, 0, 1, 4): "must be positive",
     (1, -2, 1, 1): "must be positive",
-    (1, 2, 2, 1): "--cp must be 1",
+    (1, 2, 4, 1): "does not make the 4 ranks",
 }
 
 

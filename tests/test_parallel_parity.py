@@ -3,6 +3,9 @@
 The reference uses nothing of `parallel`: the bare network, torch's AdamW and clip_grad_norm_.
 """
 
+import itertools
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,12 +15,19 @@ from data.pack import deal
 from model import flow
 from model.layout import PackedLayout
 from model.mmdit import MMDiT, MMDiTConfig
-from model.mmdit_plan import FSDP_UNITS, TENSOR_PARALLEL_PLAN
+from model.mmdit_plan import (
+    ATTENTIONS,
+    FSDP_UNITS,
+    SEQUENCE_PARALLEL_PLAN,
+    TENSOR_PARALLEL_PLAN,
+    shard_inputs,
+)
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.context_parallel import apply_token_parallel
 from parallel.fsdp import shard_model
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.mesh import build_mesh, data_parallel
+from parallel.mesh import build_mesh, data_parallel, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from tests.spawn import run_ranks
 from utils.ema import EMA
@@ -26,18 +36,15 @@ from utils.random_streams import torch_generator
 
 CONFIG = MMDiTConfig(
     num_layers=2, attention_head_dim=8, num_attention_heads=4, joint_attention_dim=12, in_channels=8, out_channels=2,
-    axes_dims_rope=(2, 2, 4), num_languages=3,
+    axes_dims_rope=(2, 2, 4), num_languages=3, zero_cond_t=True,
 )  # fmt: skip
 # A global batch of mixed sizes: (image grids, text tokens); the fourth has a reference.
 SAMPLES = [
     ([(1, 2, 2)], 5), ([(1, 2, 4)], 3), ([(1, 3, 1)], 6), ([(1, 2, 2), (1, 1, 3)], 4),
     ([(1, 1, 2)], 2), ([(1, 4, 2)], 7), ([(1, 2, 2)], 5), ([(1, 1, 5)], 1),
 ]  # fmt: skip
-MESHES = {
-    1: [(1, 1, 1, 1)],
-    2: [(1, 2, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2)],
-    4: [(1, 4, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (2, 1, 1, 2), (1, 1, 1, 4)],
-}
+# Number of ranks → every (dp_replicate, dp_shard, cp, tp) that makes it.
+MESHES = {n: [m for m in itertools.product((1, 2, 4), repeat=4) if math.prod(m) == n] for n in (1, 2, 4)}
 MAX_NORM = 0.5  # below the first norms, so that clipping is at work
 NUM_STEPS = 3
 
@@ -92,15 +99,25 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
 
 
-def train(mesh_sizes: tuple, dtype: torch.dtype, num_micro: int = 1, checkpointing: str = "none", reshard=True) -> dict:
+def train(
+    mesh_sizes: tuple,
+    dtype: torch.dtype,
+    num_micro: int = 1,
+    checkpointing: str = "none",
+    reshard: bool = True,
+    sequence_parallel: bool = False,
+) -> dict:
     """Train on this rank's part of the mesh, as the training script does."""
     mesh = build_mesh("cpu", *mesh_sizes)
     data_rank, num_data_ranks = data_parallel(mesh)
     with torch.device("meta"):
         model = MMDiT(CONFIG).to(dtype)
-    apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh["tp"])
+    weights = weights_mesh(mesh)
+    apply_tensor_parallel(model, SEQUENCE_PARALLEL_PLAN if sequence_parallel else TENSOR_PARALLEL_PLAN, weights["tp"])
+    tokens_tp = weights["tp"] if sequence_parallel else None
+    apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"], tokens_tp)
     apply_activation_checkpointing(model, FSDP_UNITS, checkpointing)
-    shard_model(model, FSDP_UNITS, mesh, dtype, dtype, reshard)
+    shard_model(model, FSDP_UNITS, weights, dtype, dtype, reshard)
     materialize(model, torch.device("cpu"), init, seed=7)
     optimizer = build_adamw(model.named_parameters(), 1e-2, (0.9, 0.99), 1e-6, 0.1)
     ema = EMA(model.named_parameters(), 0.9)
@@ -119,7 +136,7 @@ def train(mesh_sizes: tuple, dtype: torch.dtype, num_micro: int = 1, checkpointi
             result["grad"] = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
             result["num_micro"] = len(micro_batches)
         dist.all_reduce(total)
-        result["loss"].append(total.item() / mesh["tp"].size())
+        result["loss"].append(total.item() / mesh["cp"].size() / mesh["tp"].size())
         result["norm"].append(clip_grad_norm(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -127,7 +144,7 @@ def train(mesh_sizes: tuple, dtype: torch.dtype, num_micro: int = 1, checkpointi
     result["weight"] = {n: full(p) for n, p in model.named_parameters()}
     result["ema"] = {n: full(p) for n, p in ema.tensors().items()}
     # Copies on different ranks must be the same to the bit, also those that no collective ever compares.
-    replicas = [p.to_local() for n, p in model.named_parameters() if ".norm_" in n and mesh["dp_shard"].size() == 1]
+    replicas = [p.to_local() for n, p in model.named_parameters() if ".norm_" in n and mesh_sizes[1:3] == (1, 1)]
     if replicas:
         mine = torch.cat([r.flatten() for r in replicas])
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -157,12 +174,17 @@ def assert_equal(result: dict, expected: dict, bound: float) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_mesh_equals_one_process(world_size):
     bounds = {torch.float64: 1e-10, torch.float32: 1e-5}
-    cases = [{"mesh_sizes": mesh, "dtype": dtype} for mesh in MESHES[world_size] for dtype in bounds]
+    cases = [
+        {"mesh_sizes": mesh, "dtype": dtype, "sequence_parallel": sequence_parallel}
+        for mesh in MESHES[world_size]
+        for sequence_parallel in ((False, True) if mesh[3] > 1 else (False,))
+        for dtype in bounds
+    ]
     expected = {dtype: reference(dtype) for dtype in bounds}
     # Gradients exist for all but the text output and text MLP of the last block.
     without = {n for n in expected[torch.float64]["weight"] if n not in expected[torch.float64]["grad"]}
     assert without and all("blocks.1.txt_mlp" in n or "blocks.1.attn.to_add_out" in n for n in without)
-    for case, result in zip(cases, run_ranks(train_on_ranks, world_size, cases)[0], strict=True):
+    for case, result in zip(cases, run_ranks(train_on_ranks, world_size, cases, timeout_s=400)[0], strict=True):
         try:
             assert_equal(result, expected[case["dtype"]], bounds[case["dtype"]])
         except AssertionError as error:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel import tensor_parallel
+from parallel import collectives
 from parallel.mesh import build_mesh
 from parallel.module_patterns import matching_modules
 from parallel.tensor_parallel import apply_tensor_parallel
@@ -73,7 +73,7 @@ def test_equals_one_process(tp):
 
 def count_collectives(rank, world_size):
     counts = {"all_reduce": 0, "all_gather": 0}
-    all_reduce, all_gather = dist.all_reduce, tensor_parallel._all_gather
+    all_reduce, all_gather = dist.all_reduce, collectives._all_gather
 
     def counted(name, function):
         def call(*args, **kwargs):
@@ -85,7 +85,7 @@ def count_collectives(rank, world_size):
     model = plain_toy()
     apply_tensor_parallel(model, PLAN, build_mesh("cpu", 1, 1, 1, world_size)["tp"])
     dist.all_reduce = counted("all_reduce", all_reduce)
-    tensor_parallel._all_gather = counted("all_gather", all_gather)
+    collectives._all_gather = counted("all_gather", all_gather)
     x, labels, _ = toy_batch(torch.float64)
     out = model(x[0], labels[0])
     forward = dict(counts)

@@ -83,7 +83,7 @@ def test_resumed_run_is_the_undisturbed_one_to_the_bit(cache, undisturbed, stopp
     assert [[m[k] for k in key] for m in metrics(resumed)] == [[m[k] for k in key] for m in metrics(undisturbed)]
 
 
-@pytest.mark.parametrize("ranks, flags", [(1, []), (4, ["--tp", "2"])])
+@pytest.mark.parametrize("ranks, flags", [(1, []), (4, ["--cp", "2", "--tp", "2", "--tp_sequence_parallel"])])
 def test_resume_on_another_world_size_and_mesh(cache, undisturbed, stopped, tmp_path, ranks, flags):
     resumed = tmp_path / "resumed"
     shutil.copytree(stopped, resumed)
@@ -158,7 +158,7 @@ def test_bad_input_is_one_clear_message(cache, tmp_path, flags, words):
 
 def test_tensor_parallel_must_divide_the_heads(cache, tmp_path):
     printed = train(cache, tmp_path / "run", "--tp", "3", "--num_steps", "1", ranks=3, expect=2)
-    assert "--tp 3 does not divide the model's" in printed
+    assert "--cp 1 × --tp 3 does not divide the model's 4" in printed
     assert "attention heads" in printed
 
 
