@@ -188,7 +188,8 @@ case ${1:-} in
         ;;
     "")
         set_up requirements.txt
-        launch train_mmdit.py
+        # The default model is tiny: copies of it talk once a step, shards of it several times a block.
+        launch train_mmdit.py --dp_replicate=-1 --dp_shard=1
         ;;
     *.py)
         set_up requirements.txt

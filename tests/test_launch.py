@@ -153,7 +153,8 @@ esac
 def test_processes_and_threads(machine, settings, processes, threads):
     code, given, variables, err = machine(**settings)
     assert code == 0, err
-    assert f"--nproc_per_node={processes}" in given and given[-1] == "train_mmdit.py"
+    assert f"--nproc_per_node={processes}" in given
+    assert given[-3:] == ["train_mmdit.py", "--dp_replicate=-1", "--dp_shard=1"]
     assert variables["OMP_NUM_THREADS"] == str(threads)
 
 
@@ -172,7 +173,7 @@ def test_one_machine_meets_on_loopback_at_a_port_of_its_own(machine):
 )
 def test_several_machines_meet_where_they_are_told(machine, node_rank, is_host):
     _, given, variables, _ = machine(NNODES="4", NGPU="8", RDZV_ENDPOINT="node0:29400", NODE_RANK=node_rank)
-    assert given[2:-1] == [
+    assert given[2:-3] == [
         "--nnodes=4", "--nproc_per_node=8", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29400", *is_host,
     ]  # fmt: skip
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1" and "GLOO_SOCKET_IFNAME" not in variables

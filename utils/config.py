@@ -24,8 +24,8 @@ MAY_CHANGE = frozenset({
     "num_steps", "log_every", "eval_every", "eval_samples", "sample_every", "sample_prompts", "sample_size",
     "sample_steps", "sample_cfg_scale", "save_every", "keep_checkpoints", "log_samples", "num_workers",
     "prefetch_steps", "latents_cache_gib", "text_cache_gib", "timeout_s", "cache_folder", "run_folder",
-    "dp_replicate", "dp_shard", "cp", "tp", "tp_sequence_parallel", "reshard_after_forward", "activation_checkpointing", "max_bad_samples",
-    "max_tokens_per_micro_batch",
+    "dp_replicate", "dp_shard", "cp", "tp", "tp_sequence_parallel", "reshard_after_forward", "activation_checkpointing",
+    "max_bad_samples", "max_tokens_per_micro_batch",
 })  # fmt: skip
 
 
