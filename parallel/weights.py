@@ -35,6 +35,14 @@ def has_weights(location: str | Path) -> bool:
     return _from_main(lambda: bool(find_files(location)[0]))
 
 
+def weight_files(folder: str | Path) -> dict[str, Path]:
+    """Return the file of every tensor in a local folder of safetensors, having checked their headers and the index.
+
+    Raises: ValueError if the files are not sound.
+    """
+    return {name: Path(entry.file.location) for name, entry in read_headers(folder).items()}
+
+
 def read_safetensors(location: str | Path) -> dict[str, Tensor]:
     """Return every tensor of a location, whole, on the CPU, in the stored dtype; on this process alone.
 
