@@ -166,7 +166,7 @@ def _parse(header: bytes, start: int, file: StoredFile) -> dict[str, StoredTenso
     for name, entry in entries.items():
         try:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+            sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:

@@ -12,7 +12,7 @@ from tests.range_server import STALL_S, range_server
 from utils.byte_source import Patience, SourceChangedError, is_remote, open_source
 
 CONTENT = random.Random(0).randbytes(300_000)
-HASTY = Patience(max_retries=3, first_wait_s=0.01, max_wait_s=0.02, stall_s=0.3, total_s=10)
+HASTY = Patience(max_retries=3, first_wait_s=0.01, max_wait_s=0.02, stall_s=0.6, total_s=10)
 
 
 @pytest.fixture
