@@ -6,10 +6,11 @@ on every rank and copying the rank's part.  The three take turns in the same pro
 --case 20b: the whole 20.43 B model's file set (41 GB), of which this process loads the part of one rank of a
 dp_shard 8 × tp 4 mesh under a fake process group.
 
-Peak memory is the highest resident size during a load (VmHWM, reset before each) less what was resident before;
-pages of mapped files count.  Files lie in a temporary folder that is deleted at the end.
+Peak memory is the highest resident size during a load (VmHWM, reset before each) less what was resident before the
+model was built; pages of mapped files count.  Files lie in a temporary folder that is deleted at the end.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -45,11 +46,12 @@ STEM = "diffusion_pytorch_model"
 @dataclass(frozen=True)
 class Config:
     case: str = "mesh"  # mesh or 20b
-    num_layers: int = 3  # of the released width: 3 are 2 GB in bfloat16
+    num_layers: int = 3  # case mesh; of the released width, 3 are 2 GB in bfloat16
+    num_heads: int = 24  # case mesh; of 128, as released
     num_files: int = 4
     dtype: str = "bfloat16"  # of the parameters; the files are bfloat16
     repeats: int = 5
-    cold: bool = False  # drop the page cache before each load (needs root)
+    cold: bool = False  # case mesh: drop the files from the page cache before each load
     rank: int = 5  # case 20b: which of the 32 ranks
     folder: str = ""  # where the temporary folder is made; the system's if empty
 
@@ -117,14 +119,24 @@ WAYS: dict[str, Callable[[nn.Module, Path], None]] = {
 }
 
 
-def measure(load: Callable[[nn.Module, Path], None], model: nn.Module, folder: Path) -> tuple[float, int, int]:
-    """Return a load's seconds, by how many bytes the resident size rose at most, and the bytes that it read."""
-    gc.collect()
+def measure(load: Callable[[nn.Module, Path], None], model: nn.Module, folder: Path, resident: int) -> dict:
+    """Return a load's seconds, its processor seconds, peak memory above `resident`, and bytes read."""
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at the present resident size
-    resident, read, started = _kernel("status", "VmRSS") * 1024, _kernel("io", "rchar"), time.perf_counter()
+    read, started, cpu = _kernel("io", "rchar"), time.perf_counter(), time.process_time()
     load(model, folder)
-    seconds = time.perf_counter() - started
-    return seconds, _kernel("status", "VmHWM") * 1024 - resident, _kernel("io", "rchar") - read
+    return {
+        "seconds": time.perf_counter() - started,
+        "cpu": time.process_time() - cpu,
+        "peak": 1024 * _kernel("status", "VmHWM") - resident,
+        "read": _kernel("io", "rchar") - read,
+    }
+
+
+def resident_bytes() -> int:
+    """Return this process's resident size, once it has given back what it does not use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return 1024 * _kernel("status", "VmRSS")
 
 
 def _kernel(file: str, field: str) -> int:
@@ -133,58 +145,70 @@ def _kernel(file: str, field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def drop_page_cache() -> None:
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+def forget(folder: Path) -> None:
+    """Drop the files of a folder from the page cache."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def mesh_rank(rank: int, cfg: Config, folder: Path, results) -> None:
-    """Load in turn in each way, on one of four ranks."""
+def mesh_rank(rank: int, cfg: Config, folder: Path) -> None:
+    """Load in turn in each way, on one of four ranks; the measurements go to a file."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     mesh, dtype = build_mesh("cpu", dp_shard=2, tp=2), getattr(torch, cfg.dtype)
-    config = MMDiTConfig(num_layers=cfg.num_layers)
-    reference = None
+    config, reference, measured = mesh_config(cfg), None, []
     for turn in range(cfg.repeats + 1):
         for i in range(len(WAYS)):
             way = list(WAYS)[(i + turn) % len(WAYS)]
+            resident = resident_bytes()
             model = sharded_model(config, mesh, dtype)
             if cfg.cold and rank == 0:
-                drop_page_cache()
+                forget(folder)
             dist.barrier()
-            seconds, peak, read = measure(WAYS[way], model, folder)
-            shards = [p.to_local() for p in model.parameters()]
-            reference = reference or [shard.clone() for shard in shards]
-            if not all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(shards, reference, strict=True)):
-                raise AssertionError(f"{way} gives other weights")
+            figures = measure(WAYS[way], model, folder, resident)
+            digest = [p.to_local().view(torch.uint8).sum(dtype=torch.int64).item() for p in model.parameters()]
+            reference = reference or digest
+            figures |= {"turn": turn, "way": way, "same": digest == reference, "shard": local_bytes(model, 1)}
             if turn:  # the first turn warms up
-                results.put(
-                    (way, turn, seconds, peak - local_bytes(model, dtype.itemsize), read / local_bytes(model, 2))
-                )
-            del model, shards
+                measured.append(figures)
+            del model
+    (folder / f"rank-{rank}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()
 
 
 # ---- the cases ------------------------------------------------------------------------------------------------------
+def mesh_config(cfg: Config) -> MMDiTConfig:
+    return MMDiTConfig(num_layers=cfg.num_layers, num_attention_heads=cfg.num_heads)
+
+
 def mesh_case(cfg: Config, folder: Path) -> None:
-    total = write_files(folder, MMDiTConfig(num_layers=cfg.num_layers), cfg.num_files)
-    results = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.start_processes(mesh_rank, (cfg, folder, results), nprocs=4, join=False, start_method="spawn")
-    rows = [results.get() for _ in range(4 * cfg.repeats * len(WAYS))]
-    ranks.join()
+    total = write_files(folder, mesh_config(cfg), cfg.num_files)
+    mp.start_processes(mesh_rank, (cfg, folder), nprocs=4, start_method="spawn")
+    measured = [figures for rank in range(4) for figures in json.loads((folder / f"rank-{rank}.json").read_text())]
+    itemsize = getattr(torch, cfg.dtype).itemsize
     cache = "dropped before each load" if cfg.cold else "warm"
     print(f"{total / 1e9:.2f} GB in {cfg.num_files} files onto dp_shard 2 × tp 2, {cfg.dtype}, page cache {cache}")
-    print(f"{'':26}{'median s':>9}{'fastest':>9}{'times ours':>11}{'MB beside shard':>17}{'read / shard':>14}")
-    medians = {}
+    print("the slowest rank's seconds, medians of the turns; the processor seconds of all ranks; the worst rank's rest")
+    columns = ("seconds", "fastest", "vs ours", "CPU s", "MB + shard", "read/shard", "same")
+    print(f"{'':26}" + "".join(f"{column:>12}" for column in columns))
+    ours_s = None
     for way in WAYS:
-        turns = [max(r[2] for r in rows if r[:2] == (way, turn)) for turn in range(1, cfg.repeats + 1)]
-        beside, read = (max(r[column] for r in rows if r[0] == way) for column in (3, 4))
-        medians[way] = statistics.median(turns)
-        times = medians[way] / medians["load_weights"]
-        print(f"{way:26}{medians[way]:9.2f}{min(turns):9.2f}{times:10.1f}×{beside / 1e6:17.0f}{read:14.3f}")
-    print("read / shard: bytes by read calls, as the kernel counts them (mapped pages are not among them), worst rank")
+        of_way = [figures for figures in measured if figures["way"] == way]
+        turns = [[f for f in of_way if f["turn"] == turn] for turn in range(1, cfg.repeats + 1)]
+        seconds = [max(f["seconds"] for f in turn) for turn in turns]
+        median_s = statistics.median(seconds)
+        ours_s = ours_s or median_s
+        cpu = statistics.median(sum(f["cpu"] for f in turn) for turn in turns)
+        beside = max(f["peak"] - f["shard"] * itemsize for f in of_way) / 1e6
+        read = max(f["read"] / (f["shard"] * 2) for f in of_way)
+        same = "yes" if all(f["same"] for f in of_way) else "NO"
+        print(f"{way:26}{median_s:12.2f}{min(seconds):12.2f}{median_s / ours_s:11.1f}×{cpu:12.2f}", end="")
+        print(f"{beside:12.0f}{read:12.3f}{same:>12}")
+    print("read/shard: bytes that read calls returned, as the kernel counts them; mapped pages are not among them")
 
 
 def full_case(cfg: Config, folder: Path) -> None:
@@ -193,24 +217,25 @@ def full_case(cfg: Config, folder: Path) -> None:
     total = write_files(folder, config, 9)
     print(f"{total / 1e9:.2f} GB in 9 files written in {time.perf_counter() - started:.0f} s")
     dist.init_process_group("fake", store=FakeStore(), rank=cfg.rank, world_size=32)
-    started, dtype = time.perf_counter(), getattr(torch, cfg.dtype)
+    resident, started, dtype = resident_bytes(), time.perf_counter(), getattr(torch, cfg.dtype)
     model = sharded_model(config, build_mesh("cpu", dp_shard=8, tp=4), dtype)
     print(f"model built and cut in {time.perf_counter() - started:.1f} s")
     dist.destroy_process_group()  # the other 31 ranks are not there to agree with
-    if cfg.cold:
-        drop_page_cache()
-    seconds, peak, read = measure(ours, model, folder)
-    shard = local_bytes(model, dtype.itemsize)
-    print(f"rank {cfg.rank} of dp_shard 8 × tp 4: {seconds:.1f} s for a shard of {shard / 1e9:.3f} GB in {cfg.dtype}")
-    print(f"read {read / 1e9:.3f} GB, {read / local_bytes(model, 2):.3f} of its part of the files")
-    print(f"peak memory: shard + {(peak - shard) / 1e6:.0f} MB")
+    forget(folder)
+    figures, shard = measure(ours, model, folder, resident), local_bytes(model, dtype.itemsize)
+    print(f"rank {cfg.rank} of dp_shard 8 × tp 4: a shard of {shard / 1e9:.3f} GB in {cfg.dtype}, from a cold disk")
+    print(f"{figures['seconds']:.1f} s, {figures['cpu']:.1f} s of them on the processor")
+    print(
+        f"read {figures['read'] / 1e9:.3f} GB, {figures['read'] / local_bytes(model, 2):.3f} of its part of the files"
+    )
+    print(f"peak memory: shard + {(figures['peak'] - shard) / 1e6:.0f} MB")
 
 
 def main(cfg: Config) -> None:
     cases = {"mesh": mesh_case, "20b": full_case}
     if cfg.case not in cases:
         raise ValueError(f"--case must be one of {', '.join(cases)}, got {cfg.case!r}")
-    needed = {"mesh": 0.7 * cfg.num_layers + 0.5, "20b": 41.0}[cfg.case]
+    needed = {"mesh": 0.7 * cfg.num_layers, "20b": 41.0}[cfg.case]
     with tempfile.TemporaryDirectory(prefix="load-weights-", dir=cfg.folder or None) as folder:
         if (free := shutil.disk_usage(folder).free / 1e9) < needed + 5:
             raise ValueError(f"{folder} has {free:.0f} GB free, {needed + 5:.0f} are needed; give another --folder")

@@ -140,12 +140,12 @@ def _run(source: ByteSource, group: list[Rows], scratch: threading.local) -> int
             values = part.view(rows.dtype)
             _copy(rows.target, values.as_strided(rows.target.shape, (rows.stride // rows.dtype.itemsize, 1)))
         return num_bytes
-    num_bytes = len(first.target) * first.row_bytes
+    num_bytes, row_bytes = len(first.target) * first.row_bytes, first.row_bytes
+    source.expect(first.offset, first.end - first.offset)
     packed = first.target if first.is_in_place else _buffer(scratch, num_bytes).view(first.dtype)
     memory = _memory(packed)
     for i in range(len(first.target)):
-        at = i * first.row_bytes
-        source.read_into(first.offset + i * first.stride, memory[at : at + first.row_bytes])
+        source.read_into(first.offset + i * first.stride, memory[i * row_bytes : (i + 1) * row_bytes])
     if packed is not first.target:
         _copy(first.target, packed.view(first.target.shape))
     return num_bytes

@@ -61,6 +61,11 @@ class LocalFile:
                 raise OSError(f"{self.location} ends at byte {offset}, {len(buffer)} bytes early; was it cut short?")
             offset, buffer = offset + count, buffer[count:]
 
+    def expect(self, offset: int, num_bytes: int) -> None:
+        """Have the kernel fetch a range that small reads will follow in; it saves half of their time on a cold disk."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self._file, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
@@ -73,10 +78,10 @@ class RemoteFile:
     cheap_gap = 2**20  # bytes that arrive in the time that another request would take
 
     def __init__(self, location: str, patience: Patience, pinned: tuple[int, str | None] | None):
+        folder, self._name = _split(location)
         import obstore  # here, since a run that reads local files alone does not need it
 
         self._obstore, self.location = obstore, location
-        folder, self._name = _split(location)
         self._store = _store(folder, patience)
         if pinned is None:
             meta = self._call(obstore.head, self._store, self._name)
@@ -103,6 +108,9 @@ class RemoteFile:
         if len(data) != len(buffer):
             raise OSError(f"{self.location} gave {len(data)} of {len(buffer)} bytes from byte {offset} on")
         buffer[:] = data
+
+    def expect(self, offset: int, num_bytes: int) -> None:
+        """Nothing to do: nothing is kept between reads."""
 
     def close(self) -> None:
         """Nothing to do: connections are shared by the files of a folder."""
