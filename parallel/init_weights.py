@@ -1,28 +1,41 @@
-"""Weights from scratch that do not depend on how the model is cut."""
+"""A model's first values: released weights, and for the rest a draw that does not depend on how the model is cut."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.slices import local_slice
+from parallel.weights import load_weights
 from utils.random_streams import torch_generator
 
 
 def materialize(
-    model: nn.Module, device: torch.device, init: Callable[[str, Tensor, torch.Generator], None], seed: int
+    model: nn.Module,
+    device: torch.device,
+    init: Callable[[str, Tensor, torch.Generator], None],
+    seed: int,
+    weights: str | Path | None = None,
+    optional: Iterable[str] = (),
 ) -> None:
     """Give a model built on the meta device its memory, and every parameter its first values.
 
     init(name, parameter, generator): fills one full parameter, a plain CPU tensor, in place.
-    Each parameter has a random stream of its own, from (seed, name): values are the same on every mesh.  At any time a
-    rank holds one full parameter beside its shards.
+    weights: where released weights lie (see `parallel.weights.load_weights`); then only what they lack is drawn.
+    optional: names that they may lack.
+    Each drawn parameter has a random stream of its own, from (seed, name): values are the same on every mesh.  At any
+    time a rank holds one full parameter that is drawn beside its shards.
+    Raises: ValueError if the weights do not fit the model or cannot be read.
     """
     assert not list(model.buffers()), "a buffer would be left without values"
     model.to_empty(device=device)
+    loaded = load_weights(model, weights, optional) if weights is not None else ()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name in loaded:
+                continue
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             init(name, full, torch_generator(seed, 0, name, "init_weights"))
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

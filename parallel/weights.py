@@ -1,97 +1,143 @@
-"""Released safetensors weights: whole on one process, or each rank's own part of a sharded model."""
+"""Released safetensors weights: whole on one process, or each rank's own part of a sharded model.
 
-import json
-from collections.abc import Iterable
+Rank 0 alone reads the headers; every rank then reads the byte ranges of its own shards, straight into place, with a few
+reads in flight.  A location is a .safetensors file or a folder of them: a local path, `https://`, `http://` or `s3://`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parallel.distributed import gather_results, is_main, num_ranks
+from parallel.safetensors_files import StoredFile, StoredTensor, find_files, read_headers
+from parallel.shard_reads import Read, Rows, plan_reads, run_reads, shard_rows
 from parallel.slices import local_slice
+from utils.byte_source import open_source
+
+T = TypeVar("T")
+
+log = logging.getLogger("train")
+
+
+def has_weights(location: str | Path) -> bool:
+    """Return whether a location holds safetensors at all; every rank takes part and agrees.
+
+    Raises: ValueError on every rank if rank 0 cannot find out.
+    """
+    return _from_main(lambda: bool(find_files(location)[0]))
 
 
 def weight_files(folder: str | Path) -> dict[str, Path]:
-    """Return the file of every tensor in a folder of safetensors.
+    """Return the file of every tensor in a local folder of safetensors, having checked their headers and the index.
 
-    Raises: ValueError if there is none, if a file that the index names is missing or unreadable, if the index and the
-    files disagree, or if two files hold the same tensor.
+    Raises: ValueError if the files are not sound.
     """
-    folder = Path(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"no .safetensors file in {folder}; give a folder in the released layout with weights in it")
-    where: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                names = list(opened.keys())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is not a readable safetensors file ({error}); copy it again") from error
-        for name in names:
-            if name in where:
-                raise ValueError(f"{name} is in both {where[name].name} and {file.name} of {folder}; keep one")
-            where[name] = file
-    for index in folder.glob("*.safetensors.index.json"):
-        listed = json.loads(index.read_text())["weight_map"]
-        wrong = sorted(
-            name for name in listed.keys() | where.keys() if where.get(name) != folder / listed.get(name, "")
-        )
-        if wrong:
-            raise ValueError(f"{index} and the files beside it disagree on {len(wrong)} tensors, first {wrong[0]}")
-    return where
+    return {name: Path(entry.file.location) for name, entry in read_headers(folder).items()}
 
 
-def has_weights(folder: str | Path) -> bool:
-    """Return whether a folder holds safetensors at all."""
-    return any(Path(folder).glob("*.safetensors"))
+def read_safetensors(location: str | Path) -> dict[str, Tensor]:
+    """Return every tensor of a location, whole, on the CPU, in the stored dtype; on this process alone.
 
-
-def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
-    """Return every tensor of a folder, whole, on the CPU, in the stored dtype."""
-    tensors = {}
-    for file in sorted(set(weight_files(folder).values())):
-        with safe_open(file, framework="pt") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    Raises: ValueError if the files are not sound; OSError if they cannot be read.
+    """
+    stored = read_headers(location)
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in stored.items()}
+    with ExitStack() as files:
+        run_reads(open_reads(tensors, stored, files))
     return tensors
 
 
-def load_weights(model: nn.Module, folder: str | Path, optional: Iterable[str] = ()) -> None:
-    """Fill a materialised, possibly sharded model; each rank reads only the part of each tensor that it holds.
+def load_weights(model: nn.Module, location: str | Path, optional: Iterable[str] = ()) -> frozenset[str]:
+    """Fill a model that has its memory, sharded or not; every rank takes part.  Returns the filled parameters' names.
 
-    optional: names that the folder may lack (extensions); they keep their values.
-    Raises: ValueError, before a parameter changes, for missing, extra or wrong-shaped tensors.
+    optional: names that the location may lack (extensions); they keep their values.
+    Values are converted to the parameters' dtype and device.  Beside its shards a rank holds a few MB a read in flight.
+    Raises: ValueError, on every rank and before a parameter changes, for damaged files and for missing, extra or
+    wrong-shaped tensors.  ValueError on every rank if a read fails midway: the parameters are then of no use.
     """
-    where = weight_files(folder)
+    started = time.perf_counter()
+    stored = _from_main(lambda: read_headers(location))
     parameters = dict(model.named_parameters())
-    missing = sorted(parameters.keys() - where.keys() - set(optional))
-    extra = sorted(where.keys() - parameters.keys())
+    with ExitStack() as files:
+
+        def prepare() -> list[Read]:
+            check_fit(parameters, stored, optional)
+            return open_reads(parameters, stored, files)
+
+        reads = _agreed(prepare, f"{location} does not fit the model: ")
+        num_bytes = _agreed(lambda: run_reads(reads), "the weights are loaded in part, so this run cannot go on: ")
+    seconds = time.perf_counter() - started
+    log.info("%d tensors from %s, %.2f GB by this rank in %.1f s", len(stored), location, num_bytes / 1e9, seconds)
+    return frozenset(stored)
+
+
+def check_fit(parameters: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], optional: Iterable[str]) -> None:
+    """Raise ValueError unless the stored tensors are those of the parameters, save for some of the optional ones."""
+    missing = sorted(parameters.keys() - stored.keys() - set(optional))
+    extra = sorted(stored.keys() - parameters.keys())
     if missing or extra:
         raise ValueError(
-            f"{folder} does not fit the model: {len(missing)} tensors missing (first {missing[:3]}), "
-            f"{len(extra)} not of this model (first {extra[:3]})"
+            f"{len(missing)} tensors missing (first {missing[:3]}), {len(extra)} not of this model (first {extra[:3]})"
         )
-    by_file: dict[Path, list[str]] = {}
-    for name, file in where.items():
-        by_file.setdefault(file, []).append(name)
-    for check in (True, False):  # every shape is checked before anything is written
-        for file, names in by_file.items():
-            with safe_open(file, framework="pt") as opened:
-                for name in names:
-                    stored, parameter = opened.get_slice(name), parameters[name]
-                    if check and tuple(stored.get_shape()) != tuple(parameter.shape):
-                        raise ValueError(
-                            f"{file}: {name} has shape {tuple(stored.get_shape())}, the model needs "
-                            f"{tuple(parameter.shape)}"
-                        )
-                    if not check:
-                        _fill(parameter, stored)
+    for name, entry in stored.items():
+        parameter, where = parameters[name], f"{name} in {entry.file.location}"
+        if entry.shape != tuple(parameter.shape):
+            raise ValueError(f"{where} has shape {entry.shape}, the model needs {tuple(parameter.shape)}")
+        if entry.dtype != parameter.dtype and not (entry.dtype.is_floating_point and parameter.is_floating_point()):
+            raise ValueError(f"{where} has dtype {entry.dtype}, which does not become the model's {parameter.dtype}")
 
 
-def _fill(parameter: Tensor, stored) -> None:
-    """Copy this rank's box of a stored tensor into its local shard."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if local.numel():
-        with torch.no_grad():
-            local.copy_(stored[local_slice(parameter)])
+def open_reads(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], files: ExitStack) -> list[Read]:
+    """Open the files that hold this rank's shards and return the reads that fill them.
+
+    files: closes them.
+    Raises: OSError if a file is not there, or is not the one whose header was read.
+    """
+    rows: dict[StoredFile, list[Rows]] = {}
+    for name, entry in stored.items():
+        tensor = tensors[name]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        rows.setdefault(entry.file, []).extend(shard_rows(entry, local.detach(), local_slice(tensor)))
+    reads = []
+    for file, parts in rows.items():
+        if parts:
+            source = files.enter_context(closing(open_source(file.location, pinned=(file.size, file.etag))))
+            reads += [(source, group) for group in plan_reads(parts, source)]
+    return reads
+
+
+def _from_main(function: Callable[[], T]) -> T:
+    """Return, on every rank, what `function()` gives on rank 0; what it raises there, all raise as ValueError."""
+    outcome: list = [None, None]
+    if is_main():
+        try:
+            outcome[0] = function()
+        except (ValueError, OSError) as error:
+            outcome[1] = str(error)
+    if num_ranks() > 1:
+        dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
+
+
+def _agreed(function: Callable[[], T], introduction: str) -> T:
+    """Return `function()`; if it raises on any rank, all raise a ValueError with the first such rank's message."""
+    result, problem = None, None
+    try:
+        result = function()
+    except Exception as error:  # whatever it is, the others must hear of it
+        problem = str(error) if isinstance(error, (ValueError, OSError)) else repr(error)
+    problems = gather_results(lambda: problem)
+    if failed := [number for number, text in enumerate(problems) if text is not None]:
+        everywhere = len(failed) == len(problems)
+        raise ValueError(introduction + problems[failed[0]] + ("" if everywhere else f" (on rank {failed[0]})"))
+    return result

@@ -1,0 +1,123 @@
+"""A web server of files for tests: ranges, ETags, and faults to order.  It answers S3's path-style requests as well."""
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
+
+STALL_S = 2.0
+
+
+class RangeServer(ThreadingHTTPServer):
+    """Serves `files`, path → bytes.
+
+    faults: what happens to the next GETs, one each: a status code, or
+      "cut"      the connection ends in the middle of the body
+      "stall"    nothing comes for STALL_S
+      "stutter"  half of the body comes, then nothing for STALL_S
+      "no_range" the whole file comes, with status 200
+      "changed"  the ETag is another
+      "grown"    the file is one byte longer
+    forever: a fault of every GET.
+    requests: (method, path, range or None, authorization or None) of each request so far.
+    most_at_once: how many GETs were under way at the same time.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.faults: list = []
+        self.forever = None
+        self.delay_s = 0.0
+        self.requests: list[tuple] = []
+        self.under_way = self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that gave up is no news."""
+
+
+@contextmanager
+def range_server(files: dict[str, bytes]) -> Iterator[RangeServer]:
+    """Run a server in a thread of this process."""
+    with RangeServer() as server:
+        server.files = files
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: RangeServer
+
+    def log_message(self, *_) -> None:
+        """Say nothing."""
+
+    def do_HEAD(self) -> None:
+        self._note()
+        self._answer(None)
+
+    def do_GET(self) -> None:
+        server = self.server
+        self._note()
+        with server.lock:
+            fault = server.faults.pop(0) if server.faults else server.forever
+            server.under_way += 1
+            server.most_at_once = max(server.most_at_once, server.under_way)
+        try:
+            time.sleep(server.delay_s)
+            self._answer(fault)
+        finally:
+            with server.lock:
+                server.under_way -= 1
+
+    def _note(self) -> None:
+        with self.server.lock:
+            self.server.requests.append(
+                (self.command, self.path, self.headers.get("Range"), self.headers.get("Authorization"))
+            )
+
+    def _answer(self, fault) -> None:
+        content = self.server.files.get(unquote(self.path))
+        status = 404 if content is None else fault if isinstance(fault, int) else 200
+        if status != 200:
+            self._head(status, b"", {})
+            return
+        etag = '"second"' if fault == "changed" else '"first"'
+        if fault == "grown":
+            content += b"\0"
+        if fault == "stall":
+            time.sleep(STALL_S)
+        headers = {"ETag": etag, "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
+        body, asked = content, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked and fault != "no_range":
+            first, last = int(asked[1]), min(int(asked[2]), len(content) - 1)
+            body, status = content[first : last + 1], 206
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+        self._head(status, body, headers)
+        if self.command == "HEAD":
+            return
+        if fault in ("cut", "stutter"):
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            if fault == "stutter":
+                time.sleep(STALL_S)
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            return
+        self.wfile.write(body)
+
+    def _head(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()

@@ -1,0 +1,198 @@
+"""Byte ranges of one file, wherever it lies: a local path, `https://`, `http://` or `s3://`.
+
+A file is pinned when it is opened: one that changes while it is read is an error, never a mixture of two versions.
+Remote reads go through obstore, the Python binding of Rust's object_store.  It tries again, with jittered waits that
+grow, after a server's error, a dropped connection or a stall, and continues a body where it was cut.  S3 is configured
+by the usual variables (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE=true for public buckets …);
+profiles in ~/.aws are not read.
+"""
+
+import functools
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+REMOTE_SCHEMES = ("https", "http", "s3")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a remote read is tried before it is an error."""
+
+    max_retries: int = 8  # further attempts after the first
+    first_wait_s: float = 0.2  # before the first of them; it doubles, with jitter
+    max_wait_s: float = 20.0
+    stall_s: float = 30.0  # without a byte for so long, an attempt has failed
+    total_s: float = 300.0  # no further attempt after so long
+
+
+DEFAULT_PATIENCE = Patience()
+
+
+class SourceChangedError(OSError):
+    """The file is no longer the one that was opened."""
+
+
+class LocalFile:
+    """A file of this machine's file system."""
+
+    request_bytes = 2**20  # one read of this size costs little more than its copy, and stays in the core's cache
+    cheap_gap = 512  # bytes that are read and dropped rather than skipped by another read
+
+    def __init__(self, location: str):
+        self.location, self.etag = location, None
+        self._file = os.open(location, os.O_RDONLY)
+        try:
+            self.size = os.fstat(self._file).st_size
+        except OSError:
+            self.close()
+            raise
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset` on.  Safe to call from several threads.
+
+        Raises: OSError if they cannot be read or the file ends before.
+        """
+        while len(buffer):
+            count = os.preadv(self._file, [buffer], offset)
+            if not count:
+                raise OSError(f"{self.location} ends at byte {offset}, {len(buffer)} bytes early; was it cut short?")
+            offset, buffer = offset + count, buffer[count:]
+
+    def expect(self, offset: int, num_bytes: int) -> None:
+        """Have the kernel fetch a range that small reads will follow in; it saves half of their time on a cold disk."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self._file, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+class RemoteFile:
+    """An object of a web server or an S3 store, read by ranges."""
+
+    request_bytes = 2**23  # at some 100 MB/s a request, large against the time to its first byte
+    cheap_gap = 2**20  # bytes that arrive in the time that another request would take
+
+    def __init__(self, location: str, patience: Patience, pinned: tuple[int, str | None] | None):
+        folder, self._name = _split(location)
+        import obstore  # here, since a run that reads local files alone does not need it
+
+        self._obstore, self.location = obstore, location
+        self._store = _store(folder, patience)
+        if pinned is None:
+            meta = self._call(obstore.head, self._store, self._name)
+            pinned = meta["size"], meta["e_tag"]
+        self.size, self.etag = pinned
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset` on.  Safe to call from several threads.
+
+        Raises: FileNotFoundError, PermissionError, SourceChangedError if the size or the ETag is not what it was, or
+        OSError for any other failure that outlasts the patience.
+        """
+        if not len(buffer):
+            return
+        result = self._call(
+            self._obstore.get, self._store, self._name, options={"range": (offset, offset + len(buffer))}
+        )
+        if (now := (result.meta["size"], result.meta["e_tag"])) != (self.size, self.etag):
+            raise SourceChangedError(
+                f"{self.location} changed while it was read: it had {self.size} bytes and ETag {self.etag}, "
+                f"now {now[0]} and {now[1]}"
+            )
+        data = memoryview(self._call(result.bytes))
+        if len(data) != len(buffer):
+            raise OSError(f"{self.location} gave {len(data)} of {len(buffer)} bytes from byte {offset} on")
+        buffer[:] = data
+
+    def expect(self, offset: int, num_bytes: int) -> None:
+        """Nothing to do: nothing is kept between reads."""
+
+    def close(self) -> None:
+        """Nothing to do: connections are shared by the files of a folder."""
+
+    def _call(self, function, *args, **kwargs):
+        """Call into obstore and turn its exceptions into Python's."""
+        errors = self._obstore.exceptions
+        try:
+            return function(*args, **kwargs)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.location} does not exist") from None
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+            raise PermissionError(f"access to {self.location} was refused: {_first_line(error)}") from error
+        except errors.BaseError as error:
+            raise OSError(f"{self.location} could not be read: {_first_line(error)}") from error
+
+
+ByteSource = LocalFile | RemoteFile
+
+
+def open_source(
+    location: str | Path, patience: Patience | None = None, pinned: tuple[int, str | None] | None = None
+) -> ByteSource:
+    """Open a file for reading by ranges; it has `location`, `size` in bytes and `etag` (None if it has none).
+
+    pinned: (size, etag) that another process found: the file must still be that one, and a remote one is not asked.
+    Raises: FileNotFoundError; SourceChangedError if a local file has another size than the pinned one; OSError.
+    """
+    location = str(location)
+    if is_remote(location):
+        return RemoteFile(location, patience or DEFAULT_PATIENCE, pinned)
+    source = LocalFile(location)
+    if pinned is not None and source.size != pinned[0]:
+        source.close()
+        raise SourceChangedError(f"{location} has {source.size} bytes here, {pinned[0]} where it was looked up first")
+    return source
+
+
+def is_remote(location: str | Path) -> bool:
+    """Return whether a location is a URL rather than a local path.
+
+    Raises: ValueError for a URL of an unknown scheme.
+    """
+    scheme, separator, _ = str(location).partition("://")
+    if separator and scheme not in REMOTE_SCHEMES:
+        raise ValueError(f"{location}: no reader for {scheme}://; use a local path or {', '.join(REMOTE_SCHEMES)}")
+    return bool(separator)
+
+
+def _split(location: str) -> tuple[str, str]:
+    """Return a URL's folder, still encoded, and the decoded name in it."""
+    if urlsplit(location).query:
+        raise ValueError(f"{location}: a URL with a query cannot be read; give the plain one")
+    folder, _, name = location.rpartition("/")
+    return folder, unquote(name)
+
+
+@functools.cache
+def _store(folder: str, patience: Patience):
+    """Return the store that all files of a folder share, with its connections."""
+    from obstore.store import from_url
+
+    return from_url(
+        folder,
+        client_options={
+            "allow_http": True,
+            "connect_timeout": timedelta(seconds=patience.stall_s),
+            "read_timeout": timedelta(seconds=patience.stall_s),
+            "timeout": timedelta(seconds=patience.total_s),
+        },
+        retry_config={
+            "max_retries": patience.max_retries,
+            "retry_timeout": timedelta(seconds=patience.total_s),
+            "backoff": {
+                "init_backoff": timedelta(seconds=patience.first_wait_s),
+                "max_backoff": timedelta(seconds=patience.max_wait_s),
+                "base": 2,
+            },
+        },
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """Return the message without the dump of Rust structures below it."""
+    return str(error).partition("\n")[0]
