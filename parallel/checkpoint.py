@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from parallel.checked_writer import CheckedWriter, without_torch_crc32
 from parallel.commit_record import RECORD, damage, read_record, sync_folder, write_record
@@ -105,7 +106,7 @@ def latest(folder: Path) -> int | None:
 class StoredTensors:
     """The tensors of one checkpoint, read one at a time on this process alone, whatever mesh saved them.
 
-    step, state: of the checkpoint.  specs: name → (shape, dtype) of every tensor in it.
+    path, step, state: of the checkpoint.  specs: name → (shape, dtype) of every tensor in it.
     """
 
     def __init__(self, folder: Path, step: int | None = None):
@@ -120,20 +121,26 @@ class StoredTensors:
             raise ValueError(f"no checkpoint of step {step} in {folder}; there are {sorted(present) or 'none'}")
         elif problem := _problem(folder, step):
             raise ValueError(f"{step_folder(folder, step)} is not a valid checkpoint: {problem}")
-        path = step_folder(folder, step)
-        self.step, self.state = step, read_record(path)["state"]
-        self._reader = _ReaderWithMetadata(path)
+        self.path = step_folder(folder, step)
+        self.step, self.state = step, read_record(self.path)["state"]
+        self._reader = _ReaderWithMetadata(self.path)
         self.specs = {
             name: (torch.Size(entry.size), entry.properties.dtype)
             for name, entry in self._reader.metadata.state_dict_metadata.items()
         }
 
     def read(self, name: str) -> Tensor:
-        """Return one full tensor on the CPU.  At its peak this takes the tensor twice."""
+        """Return one full tensor on the CPU.  At its peak this takes the tensor twice.
+
+        Raises: ValueError if the checkpoint has been deleted since it was opened, or its disk fails.
+        """
         shape, dtype = self.specs[name]
         tensor = torch.empty(shape, dtype=dtype)
-        with _quiet():
-            dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        try:
+            with _quiet():
+                dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise ValueError(f"{name} can no longer be read from {self.path}: {_cause(error)}") from error
         return tensor
 
 
@@ -144,7 +151,7 @@ class _ReaderWithMetadata(dcp.FileSystemReader):
         super().__init__(path)
         self.metadata = super().read_metadata()
 
-    def read_metadata(self, *args, **kwargs):
+    def read_metadata(self, *args, **kwargs) -> Metadata:
         return self.metadata
 
 

@@ -113,6 +113,8 @@ def test_comfyui_file(tmp_path, zero_cond_t):
     with safe_open(output, framework="pt") as opened:
         metadata = opened.metadata()
     assert metadata["format"] == "pt" and metadata["step"] == "3" and metadata["weights"] == "ema"
+    export.main(export.Config(str(run), str(output), format="comfyui", overwrite=True))
+    assert {tensor.dtype for name, tensor in load_file(output).items() if not name.startswith("_")} == {torch.bfloat16}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -334,6 +336,7 @@ def left_behind(folder: Path) -> list[str]:
     "change, words",
     [
         ({"run": "nowhere"}, ["nowhere", "no run folder"]),
+        ({"run": str(TINY / "transformer")}, ["names no model"]),
         ({"step": "4"}, ["no checkpoint of step 4", "[3, 5]"]),
         ({"step": "newest"}, ["--step", "latest", "newest"]),
         ({"model": "nowhere"}, ["nowhere", "--model"]),
@@ -377,6 +380,20 @@ def test_the_newest_valid_checkpoint_or_a_named_one(run, tmp_path, capsys):
         export.main(export.Config(str(broken), str(tmp_path / "out")))
 
 
+def test_a_checkpoint_that_is_pruned_meanwhile(run, tmp_path, monkeypatch):
+    pruned = tmp_path / "run"
+    shutil.copytree(run, pruned)
+
+    def slow(*args):  # so slow that training has deleted the checkpoint before the comparison
+        write_sharded(*args)
+        shutil.rmtree(pruned / "checkpoints")
+
+    monkeypatch.setattr(export, "write_sharded", slow)
+    with pytest.raises(ValueError, match="can no longer be read"):
+        export.main(export.Config(str(pruned), str(tmp_path / "out")))
+    assert left_behind(tmp_path) == []
+
+
 def test_an_average_that_was_never_kept(released, tmp_path):
     run = make_run(tmp_path / "run", released, weights_of(released, "raw"))
     with pytest.raises(ValueError, match="no ema weights"):
@@ -415,18 +432,25 @@ def test_an_earlier_export_is_replaced_only_when_asked_and_by_a_whole_one(run, t
     assert same_bytes(read_safetensors(output / "transformer"), before) and left_behind(tmp_path) == ["out"]
 
     (tmp_path / ".out.partial").mkdir()  # as a killed export leaves it
-    (tmp_path / ".out.partial/model_index.json").write_text("{}")
+    (tmp_path / ".out.partial/export.json").write_text("{}")
     export.main(other)
     assert same_bytes(read_safetensors(output / "transformer"), {name: -tensor for name, tensor in before.items()})
     assert left_behind(tmp_path) == ["out"]
 
 
 def test_what_is_no_export_is_never_replaced(run, released, tmp_path):
-    precious = tmp_path / "precious"
+    precious, downloaded, file = (tmp_path / name for name in ("precious", "downloaded", "other.safetensors"))
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="not an earlier export"):
-        export.main(export.Config(str(run), str(precious), overwrite=True))
+    shutil.copytree(released, downloaded)
+    for output in (precious, downloaded):
+        with pytest.raises(ValueError, match="not an earlier export"):
+            export.main(export.Config(str(run), str(output), overwrite=True))
+    file.write_text("no safetensors")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not an earlier export"):
+            export.main(export.Config(str(run), str(file), format="comfyui", overwrite=True))
+        shutil.copyfile(next((released / "transformer").glob("*.safetensors")), file)
     for source in (released, released.parent, run, run.parent):
         with pytest.raises(ValueError, match="made from"):
             export.main(export.Config(str(run), str(source), overwrite=True))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,7 +27,7 @@ from parallel.safetensors_writer import TensorSpec, write_safetensors, write_sha
 from parallel.weights import weight_files
 from tools.exported_weights import ExportedWeights
 from tools.model_card import facts, licenses, model_card
-from tools.pipeline_parts import INDEX, copy_parts, find_parts
+from tools.pipeline_parts import copy_parts, find_parts
 from utils.config import parse, run_main
 
 # ComfyUI takes the released names as they are.  It builds the released sizes but for the number of layers, and tells
@@ -35,6 +35,8 @@ from utils.config import parse, run_main
 # Source: ComfyUI, comfy/model_detection.py detect_unet_config ("Qwen Image"), comfy/sd.py
 # load_diffusion_model_state_dict.
 COMFYUI_ZERO_COND_T = "__index_timestep_zero__"
+RECORD = "export.json"  # in an exported folder: what its weights are, for programs
+FACTS = {"run", "step", "weights", "dtype"}  # among the metadata of an exported file
 _SPARE_BYTES = 64 << 20  # of disk, for headers, folders and the card
 
 
@@ -60,7 +62,10 @@ def read_trained(run: Path) -> dict:
     path = run / "config.json"
     if not path.is_file():
         raise ValueError(f"{run} is no run folder: it has no config.json; give --run the --run_folder of a training")
-    return json.loads(path.read_text(encoding="utf-8"))
+    trained = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(trained.get("model"), str):
+        raise ValueError(f"{path} is not that of a run: it names no model; give --run the --run_folder of a training")
+    return trained
 
 
 def check_output(cfg: Config, output: Path, sources: Iterable[Path]) -> None:
@@ -79,8 +84,19 @@ def check_output(cfg: Config, output: Path, sources: Iterable[Path]) -> None:
         return
     if not cfg.overwrite:
         raise ValueError(f"{output} exists; name another --output, or replace it with --overwrite")
-    if not (output.is_file() if cfg.format == "comfyui" else (output / INDEX).is_file()):
+    if not is_export(output):
         raise ValueError(f"{output} is not an earlier export, so --overwrite leaves it; name another --output")
+
+
+def is_export(path: Path) -> bool:
+    """Return whether a folder or file was made by this tool: nothing else may be deleted."""
+    if path.is_dir():
+        return (path / RECORD).is_file()
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return FACTS <= (opened.metadata() or {}).keys()
+    except SafetensorError:
+        return False
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
@@ -187,7 +203,8 @@ def main(cfg: Config) -> None:
     with published(output) as beside, tqdm(
         total=2 * weights.num_bytes, unit="B", unit_scale=True, desc="write, compare", disable=None
     ) as progress:  # fmt: skip
-        check_space(output.parent, weights.num_bytes + sum(path.stat().st_size for path in parts.values()))
+        copied = 0 if cfg.hard_links else sum(path.stat().st_size for path in parts.values())
+        check_space(output.parent, weights.num_bytes + copied)
 
         def read(name: str) -> Tensor:
             progress.update(weights.specs[name].num_bytes)
@@ -195,12 +212,15 @@ def main(cfg: Config) -> None:
 
         if cfg.format == "comfyui":
             write_comfyui(beside, weights, read, config.zero_cond_t, known)
-            compare(dict.fromkeys(weights.specs, beside), weights, read)
+            with safe_open(beside, framework="pt") as opened:
+                names = set(opened.keys()) - {COMFYUI_ZERO_COND_T}
+            compare(dict.fromkeys(names, beside), weights, read)
         else:
             transformer = beside / "transformer"
             transformer.mkdir(parents=True)
             copy_parts(parts, beside, cfg.hard_links)
             (transformer / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
+            (beside / RECORD).write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             (beside / "README.md").write_text(model_card(known, trained), encoding="utf-8")
             write_sharded(transformer, "diffusion_pytorch_model", weights.specs, read, int(cfg.max_shard_gb * 1e9), {})
             compare(weight_files(transformer), weights, read)
