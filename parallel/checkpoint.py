@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from parallel.checked_writer import CheckedWriter, without_torch_crc32
 from parallel.commit_record import RECORD, damage, read_record, sync_folder, write_record
@@ -102,24 +103,68 @@ def latest(folder: Path) -> int | None:
     return None
 
 
+class StoredTensors:
+    """The tensors of one checkpoint, read one at a time on this process alone, whatever mesh saved them.
+
+    path, step, state: of the checkpoint.  specs: name → (shape, dtype) of every tensor in it.
+    """
+
+    def __init__(self, folder: Path, step: int | None = None):
+        """Check every byte of the checkpoint of `step`, or find the newest valid one.
+
+        Raises: ValueError if it is missing or damaged, or none is valid.
+        """
+        if step is None:
+            if (step := latest(folder)) is None:
+                raise ValueError(f"no valid checkpoint in {folder}; has the run saved one yet?")
+        elif step not in (present := _steps(folder)):
+            raise ValueError(f"no checkpoint of step {step} in {folder}; there are {sorted(present) or 'none'}")
+        elif problem := _problem(folder, step):
+            raise ValueError(f"{step_folder(folder, step)} is not a valid checkpoint: {problem}")
+        self.path = step_folder(folder, step)
+        self.step, self.state = step, read_record(self.path)["state"]
+        self._reader = _ReaderWithMetadata(self.path)
+        self.specs = {
+            name: (torch.Size(entry.size), entry.properties.dtype)
+            for name, entry in self._reader.metadata.state_dict_metadata.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Return one full tensor on the CPU.  At its peak this takes the tensor twice.
+
+        Raises: ValueError if the checkpoint has been deleted since it was opened, or its disk fails.
+        """
+        shape, dtype = self.specs[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        try:
+            with _quiet():
+                dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise ValueError(f"{name} can no longer be read from {self.path}: {_cause(error)}") from error
+        return tensor
+
+
+class _ReaderWithMetadata(dcp.FileSystemReader):
+    """Unpickles a large checkpoint's table of contents once, not at every load."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.metadata = super().read_metadata()
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        return self.metadata
+
+
 def load_tensors(folder: Path, step: int, prefix: str) -> dict[str, Tensor]:
     """Return the full CPU tensors whose names start with `prefix`, on this process alone, whatever mesh saved them.
 
-    Raises: ValueError if the checkpoint is damaged or has no such tensor.
+    Raises: ValueError if the checkpoint is missing or damaged, or has no such tensor.
     """
-    path = step_folder(folder, step)
-    if problem := _problem(folder, step):
-        raise ValueError(f"{path} is not a valid checkpoint: {problem}")
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in _stored_tensors(path).items()
-        if name.startswith(prefix)
-    }
-    if not tensors:
-        raise ValueError(f"{path} holds no tensor named {prefix}*")
-    with _quiet():
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    return tensors
+    stored = StoredTensors(folder, step)
+    names = [name for name in stored.specs if name.startswith(prefix)]
+    if not names:
+        raise ValueError(f"{step_folder(folder, step)} holds no tensor named {prefix}*")
+    return {name: stored.read(name) for name in names}
 
 
 def prune(folder: Path, keep_last: int) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor
 from data.index import build_index
 from data.reader import Reader
 from data.shards import expand_shards
-from model.sampling import SamplerSettings
-from tools.sample import draw_pictures, language_of, load_model
+from tools.sample import draw_pictures, language_of, load_model, sampler_settings
 from utils.config import parse, run_main
 from utils.picture_grid import labelled_grid
 from utils.random_streams import stream_seed, torch_generator
@@ -70,7 +69,7 @@ def main(cfg: Config) -> None:
     noise = [torch.randn(shape, generator=torch_generator(cfg.seed, 0, i, "evaluate")) for i in range(len(prompts))]
     languages = [language_of(prompt) for prompt in prompts]
     pictures = draw_pictures(
-        network, encoders, prompts, noise, SamplerSettings(cfg.num_steps, cfg.cfg_scale),
+        network, encoders, prompts, noise, sampler_settings(Path(trained["model"]), cfg.num_steps, cfg.cfg_scale),
         languages=languages if network.config.num_languages else None,
     )  # fmt: skip
 

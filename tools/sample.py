@@ -32,6 +32,15 @@ from utils.random_streams import torch_generator
 
 log = logging.getLogger("sample")
 _SIZE = re.compile(r"\s*@(\d+)x(\d+)\s*$")
+# Our settings' names in scheduler_config.json, and what FlowMatchEulerDiscreteScheduler takes for those not in it.
+_SCHEDULER_FIELDS = {
+    "base_tokens": "base_image_seq_len", "max_tokens": "max_image_seq_len", "base_shift": "base_shift",
+    "max_shift": "max_shift", "shift_terminal": "shift_terminal",
+}  # fmt: skip
+_SCHEDULER_DEFAULTS = {
+    "base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15,
+    "time_shift_type": "exponential",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,39 +74,70 @@ def split_size(prompt: str, width: int, height: int) -> tuple[str, int, int]:
     return prompt, width, height
 
 
+def find_model(run: str, model: str) -> tuple[Path, dict]:
+    """Return the folder in the released layout that is behind a run or a folder, and the run's configuration, or {}.
+
+    Raises: ValueError if neither or both are given, or the run folder is none.
+    """
+    if bool(run) == bool(model):
+        raise ValueError("give either --run, a run folder, or --model, a folder in the released layout")
+    if model:
+        return Path(model), {}
+    config_path = Path(run) / "config.json"
+    if not config_path.is_file():
+        raise ValueError(f"{run} is no run folder: it has no config.json")
+    trained = json.loads(config_path.read_text(encoding="utf-8"))
+    return Path(trained["model"]), trained
+
+
+def sampler_settings(model: Path, num_steps: int, cfg_scale: float) -> SamplerSettings:
+    """Return the settings with which `diffusers` would sample from a folder; without a scheduler/, the released ones.
+
+    Raises: ValueError if its scheduler does what ours does not.
+    """
+    path = model / "scheduler/scheduler_config.json"
+    if not path.is_file():
+        return SamplerSettings(num_steps, cfg_scale)
+    scheduler = {k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if v is not None}
+    needed = {
+        "_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True,
+        "time_shift_type": "exponential", "invert_sigmas": False, "stochastic_sampling": False,
+        "use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False,
+    }  # fmt: skip
+    given = {k: scheduler.get(k, _SCHEDULER_DEFAULTS.get(k, False)) for k in needed}
+    if given != needed:
+        wrong = {k: v for k, v in given.items() if v != needed[k]}
+        raise ValueError(f"{path} asks for {wrong}, which this sampler does not implement; it needs {needed}")
+    fields = {name: scheduler.get(key, _SCHEDULER_DEFAULTS.get(key)) for name, key in _SCHEDULER_FIELDS.items()}
+    return SamplerSettings(num_steps, cfg_scale, **fields)
+
+
 def load_model(run: str, model: str, step: int, weights: str, device: torch.device, dtype: torch.dtype):
     """Load a transformer and its encoders from a run or a released folder.
 
     Returns (MMDiT in eval mode, Encoders, "where the weights came from").
     Raises: ValueError if neither or both are given, or nothing valid is there.
     """
-    if bool(run) == bool(model):
-        raise ValueError("give either --run, a run folder, or --model, a folder in the released layout")
-    overrides = {}
-    if run:
-        config_path = Path(run) / "config.json"
-        if not config_path.is_file():
-            raise ValueError(f"{run} is no run folder: it has no config.json")
-        config = json.loads(config_path.read_text())
-        model, overrides = config["model"], {"num_languages": config.get("num_languages", 0)}
-    mmdit_config = MMDiTConfig.from_folder(Path(model) / "transformer", **overrides)
+    folder, trained = find_model(run, model)
+    overrides = {"num_languages": trained.get("num_languages", 0)} if run else {}
+    mmdit_config = MMDiTConfig.from_folder(folder / "transformer", **overrides)
     with torch.device("meta"):
         network = MMDiT(mmdit_config)
     if run:
-        folder = Path(run) / "checkpoints"
-        step = checkpoint.latest(folder) if step < 0 else step
+        checkpoints = Path(run) / "checkpoints"
+        step = checkpoint.latest(checkpoints) if step < 0 else step
         if step is None:
-            raise ValueError(f"no valid checkpoint in {folder}; has the run saved one yet?")
+            raise ValueError(f"no valid checkpoint in {checkpoints}; has the run saved one yet?")
         prefix = {"ema": "ema.", "raw": "model."}.get(weights)
         if prefix is None:
             raise ValueError(f"--weights must be ema or raw, got {weights!r}")
-        tensors, source = checkpoint.load_tensors(folder, step, prefix), f"{folder} step {step} ({weights})"
+        tensors, source = checkpoint.load_tensors(checkpoints, step, prefix), f"{checkpoints} step {step} ({weights})"
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     else:
-        tensors, source = read_safetensors(Path(model) / "transformer"), model
+        tensors, source = read_safetensors(folder / "transformer"), model
     network.load_state_dict(tensors, strict=True, assign=True)
     network.to(device, dtype).eval().requires_grad_(False)
-    return network, Encoders(model, device, dtype), source
+    return network, Encoders(folder, device, dtype), source
 
 
 def draw_pictures(
@@ -152,7 +192,7 @@ def main(cfg: Config) -> None:
         for i, (_, width, height) in enumerate(sized)
     ]
     texts = [text for text, _, _ in sized]
-    settings = SamplerSettings(cfg.num_steps, cfg.cfg_scale)
+    settings = sampler_settings(find_model(cfg.run, cfg.model)[0], cfg.num_steps, cfg.cfg_scale)
     languages = [language_of(text) for text in texts] if network.config.num_languages else None
     pictures = draw_pictures(
         network, encoders, texts, noise, settings, cfg.negative_prompt, cfg.max_tokens_per_pack, languages
