@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+
 @contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Be `rank` of a process group of `world_size` that communicates nothing; it ends with the block.

@@ -2,13 +2,36 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parallel.module_position import OUTSIDE, Position
+
+
+class Breakdown(dict):
+    """Bytes by (kind, module), with the arithmetic that extrapolation needs."""
+
+    def __add__(self, other: "Breakdown") -> "Breakdown":
+        return Breakdown({key: self.get(key, 0) + other.get(key, 0) for key in self.keys() | other.keys()})
+
+    def __sub__(self, other: "Breakdown") -> "Breakdown":
+        return self + other * -1
+
+    def __mul__(self, factor: int) -> "Breakdown":
+        return Breakdown({key: num_bytes * factor for key, num_bytes in self.items()})
+
+    def total(self) -> int:
+        return sum(self.values())
+
+    def by_kind(self) -> dict[str, int]:
+        """Return the bytes of each kind."""
+        result: Counter = Counter()
+        for (kind, _), num_bytes in self.items():
+            result[kind] += num_bytes
+        return {kind: num_bytes for kind, num_bytes in result.items() if num_bytes}
 
 
 @dataclass
@@ -57,11 +80,11 @@ class MemoryTrace:
         self._here = position
         self._timeline.append((position, -1, 0))
 
-    def peaks(self) -> dict[Position, Counter]:
+    def peaks(self) -> dict[Position, Breakdown]:
         """Return for each position the bytes alive at its (first) peak, by (kind, module)."""
         alive, total = Counter(), 0
         highest: dict[Position, int] = {}
-        result: dict[Position, Counter] = {}
+        result: dict[Position, Breakdown] = {}
         for position, number, change in self._timeline:
             if number >= 0:
                 storage = self._storages[number]
@@ -69,7 +92,7 @@ class MemoryTrace:
                 total += change
             if position != OUTSIDE and total > highest.get(position, -1):
                 highest[position] = total
-                result[position] = Counter({key: n for key, n in alive.items() if n})
+                result[position] = Breakdown({key: n for key, n in alive.items() if n})
         return result
 
     def __enter__(self) -> "MemoryTrace":
@@ -110,11 +133,3 @@ class MemoryTrace:
         number = self._number(storage, self._here, "", "unsharded")
         self._storages[number].kind = "unsharded"
         self._change(number, self._here, storage.nbytes())
-
-
-def group_by(peak: Counter, key) -> dict[Hashable, int]:
-    """Sum a peak's bytes by `key(kind, module)`."""
-    result: Counter = Counter()
-    for (kind, label), num_bytes in peak.items():
-        result[key(kind, label)] += num_bytes
-    return dict(result)

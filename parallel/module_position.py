@@ -1,5 +1,6 @@
 """Which module is at work at any moment of a step, forward and backward, without touching the autograd graph."""
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,8 +34,8 @@ class ModulePosition:
         number = {name: k for k, name in enumerate(units)}
         for name, module in model.named_modules():
             unit = next((u for u in units if name == u or name.startswith(u + ".")), None)
-            starred = ".".join("*" if part.isdigit() and f".{part}." in f".{unit}." else part for part in name.split("."))
-            self._labels[module] = starred, number.get(unit)
+            alike = re.sub(r"\.\d+", ".*", unit or "") + name[len(unit or "") :]
+            self._labels[module] = alike, number.get(unit)
         self._stack: list[tuple[str, int | None]] = [("", None)]
         # Sequence numbers at which the module at work changed, and to which.
         self._changes: list[int] = [0]

@@ -95,7 +95,8 @@ class StepTrace(TorchDispatchMode):
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the parts of (possibly distributed) tensors that this rank holds."""
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    # The attribute, not `to_local`, which goes through autograd and is slow on fake tensors.
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def _tensors(values) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from model import flow
 from model.layout import PackedLayout
 from model.mmdit import MMDiT, MMDiTConfig
 from model.mmdit_plan import FSDP_UNITS, TENSOR_PARALLEL_PLAN
@@ -19,7 +20,6 @@ from parallel.mesh import build_mesh
 from parallel.module_patterns import matching_modules
 from parallel.step_trace import StepTrace, local_tensors
 from parallel.tensor_parallel import apply_tensor_parallel
-from train_mmdit import Batch, Config, sample_losses
 from utils.ema import EMA
 from utils.optimizer import build_adamw
 
@@ -59,6 +59,19 @@ class StepSettings:
         return [i + t for i, t in zip(self.img_lens, self.txt_lens, strict=True)]
 
 
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One micro-batch as the training script makes it, of the right shapes and dtypes: B samples, I image tokens."""
+
+    layout: PackedLayout
+    x0: Tensor  # (I, C) float32
+    noise: Tensor  # (I, C) float32
+    txt: Tensor  # (T, joint_attention_dim)
+    t: Tensor  # (B,) float32
+    weight: Tensor  # (B,) float32
+    language: Tensor  # (B,) int64
+
+
 class TrainingState:
     """Model, optimizer and EMA as section 4 and 5 of the training script make them; nothing has values yet."""
 
@@ -68,9 +81,7 @@ class TrainingState:
             self.model = MMDiT(settings.model)
         apply_tensor_parallel(self.model, TENSOR_PARALLEL_PLAN, mesh["tp"])
         apply_activation_checkpointing(self.model, FSDP_UNITS, settings.activation_checkpointing)
-        shard_model(
-            self.model, FSDP_UNITS, mesh, settings.dtype, settings.reduce_dtype, settings.reshard_after_forward
-        )
+        shard_model(self.model, FSDP_UNITS, mesh, settings.dtype, settings.reduce_dtype, settings.reshard_after_forward)
 
     def materialize(self, device: torch.device | str) -> None:
         """Allocate parameters, optimizer states and EMA."""
@@ -87,18 +98,25 @@ class TrainingState:
             "EMA": local_tensors(self.ema.tensors().values()) if self.ema else [],
         }
 
+    def _losses(self, batch: Batch) -> Tensor:
+        """Return the loss of each sample, (B,) float32, as the training script's `sample_losses`."""
+        x_t = flow.interpolate(batch.x0, batch.noise, batch.t, batch.layout)
+        language = batch.language if self.settings.model.num_languages else None
+        velocity = self.model(x_t, batch.txt, batch.t, batch.layout, language)
+        return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout)
+
     def gradients(self) -> list[Tensor]:
+        """Return this rank's gradients."""
         return local_tensors(p.grad for p in self.model.parameters() if p.grad is not None)
 
     def step(self, batches: Sequence[Batch], trace: StepTrace) -> dict[str, int]:
         """Run one optimizer step as section 7 of the training script does.  Returns bytes by kind."""
-        config = Config(num_languages=self.settings.model.num_languages)
         for kind, tensors in self.tensors().items():
             trace.memory.adopt(kind, tensors)
         for i, batch in enumerate(batches):
             self.model.set_requires_all_reduce(i == len(batches) - 1)
             with trace.phase(i, "forward"):
-                losses = sample_losses(self.model, batch, config) * batch.weight
+                losses = self._losses(batch) * batch.weight
             with trace.phase(i, "backward"):
                 (losses.sum() / len(losses)).backward()
             del losses
@@ -132,12 +150,11 @@ def make_batch(settings: StepSettings, device: torch.device | str = "cpu") -> Ba
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One rank's step."""
+    """What one rank did in a step."""
 
     settings: StepSettings
     num_bytes: dict[str, int]  # parameters, gradients, optimizer, EMA
     trace: StepTrace
-    axes: dict[tuple[int, ...], str]  # ranks of a group → mesh axes
 
 
 def trace_step(settings: StepSettings) -> TracedStep:
@@ -153,22 +170,13 @@ def trace_step(settings: StepSettings) -> TracedStep:
             batches = [_faked(batch, fake) for _ in range(settings.accumulate)]
             with cuda_branches() if settings.cuda else nullcontext(), trace.following():
                 num_bytes = state.step(batches, trace)
-        return TracedStep(settings, num_bytes, trace, group_axes(mesh))
+        return TracedStep(settings, num_bytes, trace)
 
 
 def make_trace(state: TrainingState, settings: StepSettings, granularity: int = 1) -> StepTrace:
     """Return a trace for steps of `state`."""
     units = [name for pattern in FSDP_UNITS for name, _ in matching_modules(state.model, pattern)]
     return StepTrace(state.model, units, settings.attention_lens, granularity)
-
-
-def group_axes(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """Return the mesh axes of every group that this rank is in, by the group's ranks."""
-    result = {tuple(range(mesh.size())): "world"}
-    for axis in mesh.mesh_dim_names:
-        if mesh[axis].size() > 1:
-            result[tuple(torch.distributed.get_process_group_ranks(mesh.get_group(axis)))] = axis
-    return result
 
 
 def _faked(value, mode):
