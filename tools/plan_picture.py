@@ -20,7 +20,7 @@ _COLOURS = {
     "other": "#999999",
     "encoders": "#cc79a7",
 }
-_BAR, _GAP, _LEFT, _RIGHT, _TOP, _HEIGHT = 64, 34, 70, 190, 60, 360  # pixels
+_BAR, _GAP, _LEFT, _RIGHT, _TOP, _HEIGHT = 64, 34, 84, 190, 60, 360  # pixels
 _SCALE = 2  # drawn larger, then reduced: smooth edges
 
 
@@ -29,7 +29,7 @@ def draw_plans(path: str | Path, reports: Sequence[Report], title: str) -> None:
     limit = reports[0].around.device.memory_gib
     reserve = reports[0].around.reserve_bytes / 2**30
     top = max(limit, *(sum(r.bars().values()) for r in reports)) * 1.08
-    width, height = _LEFT + len(reports) * (_BAR + _GAP) + _RIGHT, _TOP + _HEIGHT + 96
+    width, height = max(480, _LEFT + len(reports) * (_BAR + _GAP) + _RIGHT), _TOP + _HEIGHT + 100
     canvas = Image.new("RGB", (width * _SCALE, height * _SCALE), "white")
     draw = ImageDraw.Draw(canvas)
 
@@ -43,7 +43,7 @@ def draw_plans(path: str | Path, reports: Sequence[Report], title: str) -> None:
         return _TOP + _HEIGHT * (1 - gib / top)
 
     text(_LEFT, 24, title, 16, "lm")
-    right = width - _RIGHT + 10
+    right = _LEFT + len(reports) * (_BAR + _GAP) + 10
     step = next(s for s in (1, 2, 5, 10, 20, 50) if top / s <= 12)
     for gib in range(0, int(top) + 1, step):
         box(_LEFT - 4, y_of(gib), right, y_of(gib) + 0.5, "#dddddd")
@@ -57,12 +57,11 @@ def draw_plans(path: str | Path, reports: Sequence[Report], title: str) -> None:
             filled += bars[name]
         middle, s = x + _BAR / 2, report.settings
         text(middle, y_of(filled) - 10, f"{filled:.0f}", 13, colour="#222222" if report.fits else "#cc0000")
-        labels = (mesh_name(s).replace(" ", ""), s.activation_checkpointing, "" if s.reshard_after_forward else "no reshard",
-                  f"MFU {report.expected.mfu:.0%}")  # fmt: skip
-        for line, label in enumerate(labels):
+        labels = (mesh_name(s).replace(" ", ""), s.activation_checkpointing, "" if s.reshard_after_forward else "kept")
+        for line, label in enumerate((*labels, f"{report.expected.mfu:.0%}")):
             text(middle, _TOP + _HEIGHT + 14 + 17 * line, label, 12)
-    text(_LEFT - 10, _TOP + _HEIGHT + 14, "mesh", 12, "rm", "#555555")
-    text(_LEFT - 10, _TOP + _HEIGHT + 31, "recompute", 11, "rm", "#555555")
+    for line, label in enumerate(("mesh", "recompute", "gathered", "MFU")):
+        text(_LEFT - 10, _TOP + _HEIGHT + 14 + 17 * line, label, 12, "rm", "#555555")
     for gib, words, colour in ((limit, f"{limit:.0f} GiB device", "#cc0000"), (limit - reserve, "usable", "#777777")):
         box(_LEFT - 4, y_of(gib) - 0.75, right, y_of(gib) + 0.75, colour)
         text(right + 6, y_of(gib), words, 12, "lm", colour)

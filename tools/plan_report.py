@@ -147,15 +147,18 @@ def mesh_name(settings: StepSettings) -> str:
 def print_table(reports: Sequence[Report]) -> None:
     """Print a line a plan: memory by kind, whether it fits, and the expected step."""
     names = [*KINDS.values(), "encoders"]
-    print(f"{'rep × shard × cp × tp':<22}{'recompute':<11}{'reshard':<8}" + "".join(f"{n[:9]:>10}" for n in names)
-          + f"{'peak':>8}{'':>5}{'step s':>8}{'MFU':>7}{'serial':>8}{'samples/s':>11}{'bound':>8}")  # fmt: skip
-    for r in reports:
-        bars, s = r.bars(), r.settings
-        print(f"{mesh_name(s):<22}{s.activation_checkpointing:<11}{'yes' if s.reshard_after_forward else 'no':<8}"
-              + "".join(f"{bars[n]:>10.2f}" for n in names)
-              + f"{sum(bars.values()):>8.1f}{'' if r.fits else ' OVER':>5}{r.expected.overlapped:>8.2f}"
-              f"{r.expected.mfu:>7.1%}{r.expected.serial_mfu:>8.1%}{r.samples_per_s:>11.2f}{r.roofline.mfu:>8.1%}")  # fmt: skip
-    print("GiB a rank at its peak; step, MFU (with overlap, without) and samples/s as expected; bound: MFU at the roof")
+    head = "".join(f"{name[:9]:>10}" for name in names)
+    print(f"{'rep × shard × cp × tp':<22}{'recompute':<11}{'reshard':<8}{head}{'peak':>8}", end="")
+    print(f"{'':>5}{'step s':>8}{'MFU':>7}{'serial':>8}{'samples/s':>11}{'bound':>8}")
+    for report in reports:
+        bars, settings, expected = report.bars(), report.settings, report.expected
+        reshard = "yes" if settings.reshard_after_forward else "no"
+        print(f"{mesh_name(settings):<22}{settings.activation_checkpointing:<11}{reshard:<8}", end="")
+        print("".join(f"{bars[name]:>10.2f}" for name in names), end="")
+        print(f"{sum(bars.values()):>8.1f}{'' if report.fits else ' OVER':>5}{expected.overlapped:>8.2f}", end="")
+        print(f"{expected.mfu:>7.1%}{expected.serial_mfu:>8.1%}{report.samples_per_s:>11.2f}", end="")
+        print(f"{report.roofline.mfu:>8.1%}")
+    print("GiB a rank at its peak; step, MFU (with overlap, serial) and samples/s as expected; bound: MFU at the roof")
 
 
 def print_details(report: Report) -> None:
@@ -166,8 +169,9 @@ def print_details(report: Report) -> None:
         print(f"  {num_bytes / GIB:8.3f}  {kind:<12}{module}")
     print("\ncollectives of a step    axes               ranks  across nodes   MiB each    count   GiB in all")
     for c in report.collectives()[:14]:
-        print(f"  {c['kind']:<22} {c['axes']:<18} {c['ranks']:>5}  {'yes' if c['across_nodes'] else 'no':<12}"
-              f"{c['bytes_each'] / 2**20:>11.3f}{c['count']:>9}{c['bytes_each'] * c['count'] / GIB:>13.2f}")  # fmt: skip
+        in_all = c["bytes_each"] * c["count"] / GIB
+        print(f"  {c['kind']:<22} {c['axes']:<18} {c['ranks']:>5}  {'yes' if c['across_nodes'] else 'no':<12}", end="")
+        print(f"{c['bytes_each'] / 2**20:>11.3f}{c['count']:>9}{in_all:>13.2f}")
     print("\npart                       TFLOP  recomputed  memory traffic GiB  roofline ms")
     for row in report.parts():
         print(f"  {row['part']:<24}{row['flops'] / 1e12:>6.1f}{row['recomputed_flops'] / 1e12:>12.1f}"

@@ -109,28 +109,37 @@ class TrainingState:
         """Return this rank's gradients."""
         return local_tensors(p.grad for p in self.model.parameters() if p.grad is not None)
 
-    def step(self, batches: Sequence[Batch], trace: StepTrace) -> dict[str, int]:
-        """Run one optimizer step as section 7 of the training script does.  Returns bytes by kind."""
+    def step(self, batches: Sequence[Batch], trace: StepTrace | None = None) -> dict[str, int]:
+        """Run one optimizer step as section 7 of the training script does.  Returns bytes by kind, if traced."""
+        phase = trace.phase if trace else lambda *_: nullcontext()
+        adopt = trace.memory.adopt if trace else lambda *_: 0
         for kind, tensors in self.tensors().items():
-            trace.memory.adopt(kind, tensors)
+            adopt(kind, tensors)
         for i, batch in enumerate(batches):
             self.model.set_requires_all_reduce(i == len(batches) - 1)
-            with trace.phase(i, "forward"):
+            with phase(i, "forward"):
                 losses = self._losses(batch) * batch.weight
-            with trace.phase(i, "backward"):
+            with phase(i, "backward"):
                 (losses.sum() / len(losses)).backward()
             del losses
-        num_bytes = {"gradients": trace.memory.adopt("gradients", self.gradients())}
-        # Once outside of the trace: DTensor learns what an operator returns by a trial run on whole tensors.
-        self.optimizer.step()
-        with trace.phase(len(batches) - 1, "optimizer"):
+        num_bytes = {"gradients": adopt("gradients", self.gradients())}
+        if trace:  # once outside of it: DTensor learns what an operator returns by a trial run on whole tensors
+            self.optimizer.step()
+        with phase(len(batches) - 1, "optimizer"):
             clip_grad_norm(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.ema:
                 self.ema.update(1)
         # Once more: FSDP's own operators may have been given them.
-        return num_bytes | {kind: trace.memory.adopt(kind, tensors) for kind, tensors in self.tensors().items()}
+        return num_bytes | {kind: adopt(kind, tensors) for kind, tensors in self.tensors().items()}
+
+    def _losses(self, batch: Batch) -> Tensor:
+        """Return the loss of each sample, (B,) float32, as the training script's `sample_losses`."""
+        x_t = flow.interpolate(batch.x0, batch.noise, batch.t, batch.layout)
+        language = batch.language if self.settings.model.num_languages else None
+        velocity = self.model(x_t, batch.txt, batch.t, batch.layout, language)
+        return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout)
 
 
 def make_batch(settings: StepSettings, device: torch.device | str = "cpu") -> Batch:
@@ -157,9 +166,9 @@ class TracedStep:
     trace: StepTrace
 
 
-def trace_step(settings: StepSettings) -> TracedStep:
-    """Run one step of rank 0, which holds the largest shards, without a GPU, weights or other processes."""
-    with fake_world(settings.num_ranks):
+def trace_step(settings: StepSettings, rank: int = 0) -> TracedStep:
+    """Run one step of one rank without a GPU, weights or other processes; rank 0 holds the largest shards."""
+    with fake_world(settings.num_ranks, rank):
         mesh = build_mesh("cpu", settings.dp_replicate, settings.dp_shard, settings.cp, settings.tp)
         state = TrainingState(settings, mesh)
         fake, batch = fake_tensors(), make_batch(settings)
