@@ -3,6 +3,7 @@
 Figures are of one device, decimal units, without sparsity.  What a kernel reaches of them is measured, not printed.
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -30,8 +31,10 @@ class Device:
 # (FlashAttention 3, arXiv 2407.08608, of version 2); H200 has the same cores; for B200, where nothing is published for
 # version 2, the H100's absolute rate.  Total memory: as PyTorch prints it on such machines; B200: 180 GB less 1 %.
 DEVICES = (
+    Device("H200 NVL", 835e12, 60e12, 139.8, 4.8e12, 64e9, 50e9, 0.35),  # cards for PCIe 5.0: no NVLink assumed
     Device("H200", 989e12, 67e12, 139.8, 4.8e12, 450e9, 50e9, 0.35),
-    Device("H100 PCIe", 756e12, 51e12, 79.1, 2.0e12, 64e9, 50e9, 0.35),  # no NVLink assumed: PCIe 5.0
+    Device("H100 NVL", 835e12, 60e12, 93.1, 3.9e12, 64e9, 50e9, 0.35),
+    Device("H100 PCIe", 756e12, 51e12, 79.1, 2.0e12, 64e9, 50e9, 0.35),
     Device("H100", 989e12, 67e12, 79.1, 3.35e12, 450e9, 50e9, 0.35),
     Device("B200", 2250e12, 75e12, 178.0, 8.0e12, 900e9, 50e9, 0.15),
     Device("A100", 312e12, 19.5e12, 79.1, 2.0e12, 300e9, 25e9, 0.73),
@@ -39,8 +42,8 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device whose name is a part of `name`, or None."""
-    return next((device for device in DEVICES if device.name.lower() in name.lower()), None)
+    """Return the first device whose name stands as a word in `name`, or None: a GH200 is no H200."""
+    return next((d for d in DEVICES if re.search(rf"\b{re.escape(d.name)}\b", name, re.IGNORECASE)), None)
 
 
 def device_names() -> str:
