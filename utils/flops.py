@@ -7,17 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-# Dense bfloat16 tensor-core peak of one device, in FLOP/s, by a part of its name.  Source: NVIDIA data sheets (without
-# sparsity).  A device that is not listed gets no MFU rather than a wrong one.
-PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12}
+from utils.devices import find_device
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the device's peak in FLOP/s for `dtype`, or None if it is not known."""
+    """Return the device's peak in FLOP/s for `dtype`, or None if it is not known: better no MFU than a wrong one."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BF16.items() if part in name), None)
+    known = find_device(torch.cuda.get_device_name(device))
+    return known.bf16_flops if known else None
 
 
 def mmdit_forward_flops(config, img_lens: Sequence[int], txt_lens: Sequence[int]) -> int:

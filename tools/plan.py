@@ -1,0 +1,154 @@
+"""Plan a training run without a GPU and without weights: memory, collectives, arithmetic and time of a step.
+
+    python -m tools.plan --gpus 32 --tp 2 --samples '2*1024x1024:200'          one mesh, in detail
+    python -m tools.plan --gpus 32 --search --picture plan.png                 all sensible meshes, ranked
+
+The real network is built on the meta device, cut by the same functions as in training, and runs its steps with fake
+tensors under a fake process group of the full size.  Bytes, collectives and FLOPs are exact; times are a roofline, and
+an expectation from the shares of it that kernels usually reach.
+"""
+
+import json
+import os
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from model.mmdit import MMDiTConfig
+from tools.plan_depth import plan_step
+from tools.plan_picture import draw_plans
+from tools.plan_report import GIB, Report, Surroundings, mesh_name, print_details, print_table
+from tools.plan_search import candidates, search
+from tools.plan_step import PIXELS_PER_TOKEN, StepSettings
+from utils.config import parse, run_main
+from utils.devices import device_names, find_device
+
+_SAMPLE = re.compile(r"(?:(\d+)\*)?(\d+x\d+(?:\+\d+x\d+)*)(?::(\d+))?")
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Config:
+    # What is trained
+    model: str = ""  # folder in the released layout, for its transformer/config.json; empty = the released 20 B
+    samples: tuple[str, ...] = ("1024x1024:200",)  # a micro-batch: [count*]HxW[+reference HxW ...][:text tokens]
+    global_batch_size: int = 0  # samples an optimizer step; 0 = one micro-batch a data rank (search: one a GPU)
+    # On what
+    gpus: int = 32
+    gpus_per_node: int = 8
+    device: str = "H100"  # see utils/devices.py
+    encoders_gib: float = 13.4  # frozen text encoder and VAE in bfloat16 on every GPU; 0 if they run elsewhere
+    reserve_gib: float = 4.0  # left for the CUDA context, NCCL and fragmentation
+    # Parallelism and switches, as the training script's
+    dp_replicate: int = 1
+    dp_shard: int = -1  # -1 = all ranks that are left
+    cp: int = 1
+    tp: int = 1
+    dtype: str = "bfloat16"
+    reduce_dtype: str = "float32"
+    reshard_after_forward: bool = True
+    activation_checkpointing: str = "full"
+    ema: bool = True
+    # Search: every mesh that makes sense, with the least recomputation that fits, ranked by expected samples/s
+    search: bool = False
+    num_processes: int = 0  # plans at once; 0 = one a core
+    # Results
+    output: str = ""  # JSON file
+    picture: str = ""  # PNG file
+
+
+def parse_samples(samples: tuple[str, ...]) -> tuple[tuple, tuple]:
+    """Turn "2*1024x1024+512x512:200" and the like into grids and text lengths of a micro-batch.
+
+    Raises: ValueError for another form, or for sides that are no multiple of 16 pixels.
+    """
+    grids, txt_lens = [], []
+    for text in samples:
+        if (match := _SAMPLE.fullmatch(text)) is None:
+            raise ValueError(f"--samples {text!r}: write [count*]HxW[+HxW ...][:text tokens], as in 2*1024x768:200")
+        count, images, txt_len = match.groups()
+        sizes = [tuple(map(int, image.split("x"))) for image in images.split("+")]
+        if any(side < 1 or side % PIXELS_PER_TOKEN for size in sizes for side in size):
+            raise ValueError(f"--samples {text!r}: sides must be multiples of {PIXELS_PER_TOKEN} pixels")
+        grid = tuple((1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN) for height, width in sizes)
+        grids += [grid] * int(count or 1)
+        txt_lens += [int(txt_len or 200)] * int(count or 1)
+    return tuple(grids), tuple(txt_lens)
+
+
+def base_settings(cfg: Config) -> StepSettings:
+    """Return the settings that no mesh changes."""
+    for name in ("dtype", "reduce_dtype"):
+        if getattr(cfg, name) not in _DTYPES:
+            raise ValueError(f"--{name} must be one of {', '.join(_DTYPES)}, got {getattr(cfg, name)!r}")
+    grids, txt_lens = parse_samples(cfg.samples)
+    return StepSettings(
+        model=MMDiTConfig.from_folder(f"{cfg.model}/transformer") if cfg.model else MMDiTConfig(),
+        grids=grids,
+        txt_lens=txt_lens,
+        dtype=_DTYPES[cfg.dtype],
+        reduce_dtype=_DTYPES[cfg.reduce_dtype],
+        reshard_after_forward=cfg.reshard_after_forward,
+        activation_checkpointing=cfg.activation_checkpointing,
+        ema=cfg.ema,
+    )
+
+
+def one_mesh(cfg: Config, base: StepSettings) -> StepSettings:
+    """Return the settings of the mesh that the flags name."""
+    sizes = {axis: getattr(cfg, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
+    rest = -1 * sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+    if sizes["dp_shard"] == -1 and rest > 0:
+        sizes["dp_shard"] = max(1, cfg.gpus // rest)
+    settings = replace(base, **sizes)
+    if settings.num_ranks != cfg.gpus:
+        raise ValueError(f"a mesh of {mesh_name(settings)} has {settings.num_ranks} ranks, --gpus says {cfg.gpus}")
+    if base.model.num_attention_heads % cfg.tp:
+        raise ValueError(f"--tp {cfg.tp} does not divide the model's {base.model.num_attention_heads} attention heads")
+    a_micro_batch = settings.dp_replicate * settings.dp_shard * len(base.txt_lens)
+    if cfg.global_batch_size % a_micro_batch:
+        raise ValueError(
+            f"--global_batch_size {cfg.global_batch_size} is no multiple of the {a_micro_batch} samples that all data "
+            "ranks hold at once"
+        )
+    return replace(settings, accumulate=max(1, cfg.global_batch_size // a_micro_batch))
+
+
+def main(cfg: Config) -> None:
+    started = time.perf_counter()
+    device = find_device(cfg.device)
+    if device is None:
+        raise ValueError(f"--device {cfg.device!r} is not in utils/devices.py, which has {device_names()}")
+    around = Surroundings(device, cfg.gpus_per_node, int(cfg.encoders_gib * GIB), int(cfg.reserve_gib * GIB))
+    base = base_settings(cfg)
+    if cfg.search:
+        batch = cfg.global_batch_size or cfg.gpus * len(base.txt_lens)
+        settings = list(candidates(base, cfg.gpus, cfg.gpus_per_node, batch))
+        if not settings:
+            raise ValueError(f"no mesh of {cfg.gpus} GPUs divides --global_batch_size {batch} and the attention heads")
+        found = search(settings, around.limit_bytes, cfg.num_processes or os.cpu_count() or 1)
+        reports = [Report(candidate.step, around) for candidate in found if candidate.step]
+        reports.sort(key=lambda report: (not report.fits, -report.samples_per_s))
+    else:
+        found, reports = [], [Report(plan_step(one_mesh(cfg, base)), around)]
+    tokens = f"{sum(base.img_lens)} image + {sum(base.txt_lens)} text tokens"
+    print(f"{cfg.gpus} × {device.name}, {device.memory_gib} GiB of which {cfg.reserve_gib} stay free; a micro-batch of "
+          f"{len(base.txt_lens)} samples, {tokens}")  # fmt: skip
+    print_table(reports)
+    for candidate in found:
+        if candidate.step is None:
+            print(f"{mesh_name(candidate.settings):<22}left out: {candidate.reason}")
+    if reports:
+        print_details(reports[0])
+    if cfg.output:
+        Path(cfg.output).write_text(json.dumps([report.to_json() for report in reports], indent=1) + "\n")
+    if cfg.picture and reports:
+        draw_plans(cfg.picture, reports[:12], f"{cfg.gpus} × {device.name}, {' '.join(cfg.samples)}")
+    print(f"planned in {time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    run_main(main, parse(Config, __doc__))
