@@ -12,8 +12,8 @@ _MULTIPLE = 16  # of which the kernels take features
 _TORCHAO = "torchao==0.18.0"
 
 
-def apply_float8(model: nn.Module, linears: Iterable[str], device: torch.device) -> None:
-    """Let linear layers that match one of the name patterns multiply in float8, forward and backward.
+def apply_float8(model: nn.Module, parts: Iterable[str], device: torch.device) -> None:
+    """Let the linear layers in modules that match one of the name patterns multiply in float8, forward and backward.
 
     Every tensor is scaled by its largest value at each use; weights, names and state dict stay as they are.  Tokens
     are padded to what the kernels take.  To be called first of all that changes the model: before activation
@@ -30,18 +30,18 @@ def apply_float8(model: nn.Module, linears: Iterable[str], device: torch.device)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise ValueError(f"--float8 needs a package: pip install {_TORCHAO} ({error})") from error
-    modules = {name: module for pattern in linears for name, module in matching_modules(model, pattern)}
-    if cut := [name for name, module in modules.items() if type(module) is not nn.Linear]:
-        raise ValueError(
-            f"--float8 is for whole linear layers: use --tp 1; {cut[0]} is a {type(modules[cut[0]]).__name__}"
-        )
-    fitting = {
-        name for name, m in modules.items() if m.in_features % _MULTIPLE == 0 and m.out_features % _MULTIPLE == 0
+    found = {
+        f"{name}.{inner}": layer
+        for pattern in parts
+        for name, module in matching_modules(model, pattern)
+        for inner, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
     }
+    if cut := [f"{name} is a {type(layer).__name__}" for name, layer in found.items() if type(layer) is not nn.Linear]:
+        raise ValueError(f"--float8 is for whole linear layers, and {cut[0]}; use --tp 1")
+    fitting = {name for name, x in found.items() if not (x.in_features % _MULTIPLE or x.out_features % _MULTIPLE)}
     if not fitting:
-        raise ValueError(
-            f"--float8: no linear layer of {list(linears)} has features that are a multiple of {_MULTIPLE}"
-        )
+        raise ValueError(f"--float8: no linear layer in {list(parts)} has features that are multiples of {_MULTIPLE}")
     convert_to_float8_training(
         model, config=Float8LinearConfig(pad_inner_dim=True), module_filter_fn=lambda _, name: name in fitting
     )

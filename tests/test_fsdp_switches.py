@@ -145,15 +145,15 @@ def test_negative_prefetch_is_refused():
 
 def test_float8_is_refused_where_there_is_none(monkeypatch):
     with pytest.raises(ValueError, match="--float8 needs a GPU of compute capability 8.9 or more.*got cpu"):
-        apply_float8(Toy(), ("blocks.*.up",), torch.device("cpu"))
+        apply_float8(Toy(), ("blocks.*",), torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="got 8.0"):
-        apply_float8(Toy(), ("blocks.*.up",), torch.device("cuda"))
+        apply_float8(Toy(), ("blocks.*",), torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ValueError, match="--float8 needs a package: pip install torchao=="):
-        apply_float8(Toy(), ("blocks.*.up",), torch.device("cuda"))
+        apply_float8(Toy(), ("blocks.*",), torch.device("cuda"))
 
 
 def test_float8_takes_whole_layers_of_fitting_size(monkeypatch):
@@ -167,11 +167,13 @@ def test_float8_takes_whole_layers_of_fitting_size(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=fake))
     monkeypatch.setitem(sys.modules, "torchao.float8", fake)
-    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 24), nn.Linear(24, 16))
-    apply_float8(model, ("0", "1"), torch.device("cuda"))
-    assert converted == ["0"]
-    with pytest.raises(ValueError, match="no linear layer of .'2'. has features"):
-        apply_float8(model, ("2",), torch.device("cuda"))
-    model[0].__class__ = type("ColwiseLinear", (nn.Linear,), {})
-    with pytest.raises(ValueError, match="use --tp 1; 0 is a ColwiseLinear"):
-        apply_float8(model, ("0", "1"), torch.device("cuda"))
+    model = nn.Module()
+    model.a = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 24))
+    model.b, model.c = nn.Sequential(nn.Linear(24, 16)), nn.Linear(32, 32)
+    apply_float8(model, ("a", "b"), torch.device("cuda"))
+    assert converted == ["a.0"]
+    with pytest.raises(ValueError, match="no linear layer in .'b'. has features"):
+        apply_float8(model, ("b",), torch.device("cuda"))
+    model.a[0].__class__ = type("ColwiseLinear", (nn.Linear,), {})
+    with pytest.raises(ValueError, match="a.0 is a ColwiseLinear; use --tp 1"):
+        apply_float8(model, ("a",), torch.device("cuda"))

@@ -141,9 +141,9 @@ def muon_by_torch(weights: dict, hidden: tuple[str, ...], num_steps: int) -> dic
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def train_by_hand(optimizer, named_parameters, num_steps: int) -> None:
+def train_by_hand(optimizer, named_parameters, num_steps: int, first: int = 0) -> None:
     """Give every parameter its part of the gradients of `muon_by_torch`."""
-    for step in range(num_steps):
+    for step in range(first, first + num_steps):
         for name, parameter in named_parameters.items():
             if "unused" in name:
                 continue
@@ -221,3 +221,54 @@ def test_unknown_and_missing_optimizers_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(ValueError, match="adamw8bit needs a package: pip install torchao=="):
         build_optimizer("adamw8bit", Net().named_parameters(), *settings)
+
+
+class Wide(nn.Module):
+    """With a matrix that is large enough for 8-bit state, and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = nn.Linear(256, 32), nn.Linear(32, 3)
+
+
+def adamw8bit(rank, world_size, is_sharded):
+    """Train three steps, with a restart from the checkpointed tensors after two.  Returns both runs' weights, state."""
+    torch.compiler.set_stance("force_eager")  # torchao compiles its formula
+    results = []
+    for restart in (False, True):
+        torch.manual_seed(0)
+        model = Wide()
+        if is_sharded:
+            shard_model(model, ("large",), build_mesh("cpu"), torch.float32, torch.float32, True)
+        named = dict(model.named_parameters())
+        optimizer = build_optimizer("adamw8bit", named.items(), LR, BETAS, EPS, DECAY)
+        set_learning_rate(optimizer, LR / 2)
+        for step in range(3):
+            if restart and step == 2:
+                saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()}
+                optimizer = build_optimizer("adamw8bit", named.items(), LR / 2, BETAS, EPS, DECAY)
+                with torch.no_grad():
+                    for name, tensor in optimizer_tensors(optimizer, model).items():
+                        tensor.copy_(saved[name])
+            train_by_hand(optimizer, named, 1, first=step)
+        tensors = named | optimizer_tensors(optimizer, model)
+        full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+        results.append({name: x.detach().clone() for name, x in full.items()})
+    return results
+
+
+def test_adamw8bit_is_the_same_sharded_restarted_and_near_adamw():
+    pytest.importorskip("torchao")
+    straight, restarted = run_ranks(adamw8bit, 1, False)[0]
+    assert straight["large.weight.exp_avg.codes"].dtype == torch.uint8
+    assert straight["large.weight.exp_avg.scale"].shape == (32, 1)
+    assert straight["small.weight.exp_avg"].dtype == torch.float32
+    for run in (restarted, *run_ranks(adamw8bit, 2, True)[0]):
+        assert run.keys() == straight.keys()
+        assert all(torch.equal(run[name], straight[name]) for name in straight)
+    torch.manual_seed(0)
+    named = dict(Wide().named_parameters())
+    train_by_hand(build_adamw(named.items(), LR / 2, BETAS, EPS, DECAY), named, 3)
+    for name, weight in named.items():
+        difference = (straight[name] - weight).abs().max()
+        assert difference < 0.3 * LR if name == "large.weight" else difference < 1e-6
