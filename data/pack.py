@@ -4,34 +4,59 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+Counts = tuple[int, ...]
 
-def deal(num_tokens: Sequence[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+
+def deal(
+    num_tokens: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    counts: Sequence[Counts] | None = None,
+    max_counts: Counts = (),
+) -> list[list[list[int]]]:
     """Deal samples to ranks so that each has about the same tokens and the same number of micro-batches, few of them.
 
     num_tokens: tokens of each sample of the global batch.  Returns [rank][micro-batch] → positions, rising.
     The ranks' micro-batches of one turn are of about the same size too, since ranks wait for each other at every turn.
     A micro-batch is empty only where there are fewer samples than micro-batches.  Deterministic: ties by position.
-    Raises: ValueError if one sample alone is above `max_tokens`.
+    counts: what else is counted of each sample (its image tokens, its text tokens, 1); no micro-batch holds more than
+    `max_counts` of any of it.
+    Raises: ValueError if one sample alone is above `max_tokens` or `max_counts`.
     """
     if num_tokens and (largest := max(num_tokens)) > max_tokens:
         raise ValueError(
             f"a sample of {largest} tokens does not fit into a micro-batch of {max_tokens}; "
             "raise --max_tokens_per_micro_batch or lower --max_pixels"
         )
-    longest_first = sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i))
-    num_turns = max(1, -(-sum(num_tokens) // (num_ranks * max_tokens)))
+    sizes = [(n, *more) for n, more in zip(num_tokens, counts or [()] * len(num_tokens), strict=True)]
+    limits = (max_tokens, *max_counts)
+    if too_large := [more for _, *more in sizes if not _within(more, max_counts)]:
+        raise ValueError(
+            f"a sample of {max(too_large)} (image tokens, text tokens, samples) does not fit into a filled micro-batch "
+            f"of {list(max_counts)}; raise --max_tokens_per_micro_batch or change --max_text_tokens_per_micro_batch"
+        )
+    longest_first = sorted(range(len(sizes)), key=lambda i: (-num_tokens[i], i))
+    num_turns = max([1, *(-(-n // (num_ranks * most)) for n, most in zip(_total(sizes), limits, strict=False))])
     bins = _spread(longest_first, num_tokens, num_turns * num_ranks)
-    if not _fits(bins, num_tokens, max_tokens):
-        packed = _best_fit(longest_first, num_tokens, max_tokens)
+    if not _fits(bins, sizes, limits):
+        packed = _best_fit(longest_first, sizes, limits)
         num_turns = -(-len(packed) // num_ranks)
         bins = _spread(longest_first, num_tokens, num_turns * num_ranks)
-        if not _fits(bins, num_tokens, max_tokens):
+        if not _fits(bins, sizes, limits):
             bins = _split_up(packed, num_turns * num_ranks)
     return _share_out(bins, num_tokens, num_ranks)
 
 
-def _fits(bins: list[list[int]], num_tokens: Sequence[int], max_tokens: int) -> bool:
-    return all(sum(num_tokens[i] for i in samples) <= max_tokens for samples in bins)
+def _total(sizes: Sequence[Counts]) -> Counts:
+    return tuple(map(sum, zip(*sizes, strict=True)))
+
+
+def _within(size: Counts, limits: Counts) -> bool:
+    return all(n <= most for n, most in zip(size, limits, strict=False))  # no sample, no counts
+
+
+def _fits(bins: list[list[int]], sizes: Sequence[Counts], limits: Counts) -> bool:
+    return all(_within(_total([sizes[i] for i in samples]), limits) for samples in bins)
 
 
 def _spread(longest_first: list[int], num_tokens: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -45,19 +70,20 @@ def _spread(longest_first: list[int], num_tokens: Sequence[int], num_bins: int) 
     return bins
 
 
-def _best_fit(longest_first: list[int], num_tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _best_fit(longest_first: list[int], sizes: Sequence[Counts], limits: Counts) -> list[list[int]]:
     """Put each sample, longest first, into the bin where it leaves the least room, or into a new one."""
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    room: list[tuple[Counts, int]] = []  # (what is left of each limit, tokens first; bin), sorted
     for i in longest_first:
-        place = bisect_left(room, (num_tokens[i], 0))
-        if place == len(room):
+        first = bisect_left(room, ((sizes[i][0],), 0))
+        place = next((k for k in range(first, len(room)) if _within(sizes[i], room[k][0])), None)
+        if place is None:
+            left, b = limits, len(bins)
             bins.append([])
-            left, b = max_tokens, len(bins) - 1
         else:
             left, b = room.pop(place)
         bins[b].append(i)
-        insort(room, (left - num_tokens[i], b))
+        insort(room, (tuple(most - n for most, n in zip(left, sizes[i], strict=True)), b))
     return bins
 
 

@@ -4,6 +4,7 @@ A pure function of the step: ranks and reader threads change who computes a samp
 """
 
 from dataclasses import dataclass, replace
+from statistics import mean
 
 from data.images import MULTIPLE, fitted_size
 from data.index import Index, SampleRecord
@@ -12,6 +13,8 @@ from data.pack import deal
 from utils.random_streams import uniform
 
 DEFAULT_MAX_PIXELS = 1328 * 1328
+_NUM_LOOKED_AT = 16384  # samples from which the room for text in a filled micro-batch is found
+_TEXT_MULTIPLE = 16  # tokens: what matrix products on GPUs like
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,16 @@ class BatchPlan:
         caption_dropout: float = 0.1,
         zh_share: float = 0.5,
         max_pixels: int = DEFAULT_MAX_PIXELS,
+        fill: bool = False,
+        max_text_tokens: int = 0,
     ):
+        """Plan for a data rank.
+
+        max_tokens: image and text tokens of a micro-batch; those of one sample must fit.
+        fill: micro-batches are to be filled to `fill_to`, so each part of it is a limit of its own.
+        max_text_tokens: then how many of `max_tokens` are for text; 0 = as many as the samples' mean share.
+        Raises: ValueError for shares that are no probability, or no room for text or images.
+        """
         for name, value in (("caption_dropout", caption_dropout), ("zh_share", zh_share)):
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"--{name} is a probability, got {value}")
@@ -72,6 +84,7 @@ class BatchPlan:
         self.num_ranks, self.rank, self.max_tokens, self.seed = num_ranks, rank, max_tokens, seed
         self.num_empty_tokens, self.caption_dropout, self.zh_share = num_empty_tokens, caption_dropout, zh_share
         self.max_pixels = max_pixels
+        self.fill_to = self._fill_to(max_text_tokens) if fill else None  # (image tokens, text tokens, samples)
 
     def global_batch(self, step: int) -> list[PlannedSample]:
         """Return every sample of a step, over all ranks, in global order."""
@@ -84,13 +97,36 @@ class BatchPlan:
         network equally often.
         """
         batch = self.global_batch(step)
-        dealt = deal([planned.num_tokens for planned in batch], self.num_ranks, self.max_tokens)[self.rank]
+        limits = {}
+        if self.fill_to is not None:
+            num_img, num_txt, num_samples = self.fill_to
+            limits["counts"] = [(planned.num_image_tokens, planned.num_text_tokens, 1) for planned in batch]
+            limits["max_counts"] = (num_img, num_txt, num_samples - 1)
+        dealt = deal([planned.num_tokens for planned in batch], self.num_ranks, self.max_tokens, **limits)[self.rank]
         filler = replace(min(batch, key=lambda planned: planned.num_tokens), weight=0.0)
         return [[batch[i] for i in micro] or [filler] for micro in dealt]
 
     def state(self) -> dict:
         """Return what must be the same for a resumed run to see the samples that the undisturbed run would see."""
         return {"index": self.index.fingerprint, "num_samples": len(self.index)}
+
+    def _fill_to(self, num_txt: int) -> tuple[int, int, int]:
+        """Share `max_tokens` out: the same on every rank, and over the whole run."""
+        looked_at = range(0, len(self.index), max(1, len(self.index) // _NUM_LOOKED_AT))
+        images = [every_language(self.index, i, self.max_pixels)[0].num_image_tokens for i in looked_at]
+        texts = [n for i in looked_at for wordings in self.index[i].caption_tokens.values() for n in wordings]
+        if not num_txt:
+            share = mean(texts) / (mean(texts) + mean(images))
+            num_txt = max(round(share * self.max_tokens), self.num_empty_tokens, *texts)
+            num_txt += -num_txt % _TEXT_MULTIPLE
+        if not 0 < num_txt < self.max_tokens:
+            raise ValueError(
+                f"a filled micro-batch of {self.max_tokens} tokens cannot have {num_txt} of them for text; raise "
+                "--max_tokens_per_micro_batch or change --max_text_tokens_per_micro_batch"
+            )
+        smallest = min(images) + min(self.num_empty_tokens, *texts)
+        num_samples = max(1, min(self.order.global_batch_size, self.max_tokens // smallest))
+        return self.max_tokens - num_txt, num_txt, num_samples + 1  # the filler is a sample too
 
     def _plan(self, epoch: int, i: int) -> PlannedSample:
         record = self.index[i]

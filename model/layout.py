@@ -6,10 +6,12 @@ Legend: B samples in the micro-batch, I image tokens, T text tokens, L = I + T.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Batch = TypeVar("Batch")
 Grid = tuple[int, int, int]  # frames, rows, columns in tokens
 
 
@@ -20,28 +22,39 @@ class PackedLayout:
     Within a sample the target image comes first, then its references.  Attention runs in *joint order*: samples
     sorted by length, each as [its text, its images], so that samples of equal length lie side by side and can share
     one batched attention call without padding.
+
+    A filled layout has the same sizes whatever it holds: tokens of no sample follow the samples' own, as one more
+    segment that attends to itself alone, and empty segments make up the number of samples.  No filler token is a
+    target, so that neither a loss nor a gradient depends on them.
     """
 
-    grids: tuple[tuple[Grid, ...], ...]  # (B) lists of images: target first, then references
-    txt_lens: tuple[int, ...]  # (B) text tokens
+    num_samples: int  # B, with the filler's
+    grids: tuple[tuple[Grid, ...], ...]  # lists of images: target first, then references; the filler has none
+    txt_lens: tuple[int, ...]  # text tokens; without the filler's
     img_sample: Tensor  # (I,) int64: the sample of each image token
     txt_sample: Tensor  # (T,) int64: the sample of each text token
-    is_reference: Tensor  # (I,) bool
+    is_reference: Tensor  # (I,) bool: no target; true of filler tokens too
     positions: Tensor  # (L, 3) int64: rotary position of each token of cat(txt, img) along frame, row, column
     joint_order: Tensor  # (L,) int64: joint[j] = cat(txt, img)[joint_order[j]]
     joint_inverse: Tensor  # (L,) int64: cat(txt, img)[i] = joint[joint_inverse[i]]
     cu_seqlens: Tensor  # (B + 1,) int32: bounds of the samples in joint order
     runs: tuple[tuple[int, int], ...]  # joint order as runs of (number of samples, length of each)
+    max_seqlen: int  # no segment is longer; exact unless filled, and then L, the same for every layout
 
     @classmethod
     def build(
-        cls, grids: Sequence[Sequence[Grid]], txt_lens: Sequence[int], device: torch.device | str = "cpu"
+        cls,
+        grids: Sequence[Sequence[Grid]],
+        txt_lens: Sequence[int],
+        device: torch.device | str = "cpu",
+        fill_to: tuple[int, int, int] | None = None,
     ) -> "PackedLayout":
         """Lay out B samples.
 
         grids: for each sample its images as (frames, rows, columns) in tokens, target first, then references.
         txt_lens: for each sample the number of its text tokens.
-        Raises: ValueError for an empty micro-batch, a sample without an image or without text.
+        fill_to: (I, T, B) of a filled layout.
+        Raises: ValueError for an empty micro-batch, a sample without an image or without text, or more than `fill_to`.
         """
         if len(grids) != len(txt_lens) or not grids:
             raise ValueError(
@@ -56,24 +69,32 @@ class PackedLayout:
         img_positions = [_image_positions(i, grid) for images in grids for i, grid in enumerate(images)]
         # Text follows the largest image of its sample on the diagonal of the rotary axes.
         txt_starts = [max(max(h // 2, w // 2) for _, h, w in images) for images in grids]
-        txt_positions = torch.cat([torch.arange(s, s + n) for s, n in zip(txt_starts, txt_lens, strict=True)])
+        all_txt_lens = list(txt_lens)
+        if fill_to is not None:
+            num_img, num_txt, num_dummies = _missing((sum(img_lens), sum(txt_lens), len(grids)), fill_to)
+            zeros = [0] * num_dummies
+            img_lens += [num_img, *zeros[1:]]
+            all_txt_lens += [num_txt, *zeros[1:]]
+            target_lens, txt_starts = target_lens + zeros, txt_starts + zeros
+            img_positions.append(torch.zeros(num_img, 3, dtype=torch.int64))
+        txt_positions = torch.cat([torch.arange(s, s + n) for s, n in zip(txt_starts, all_txt_lens, strict=True)])
 
-        img_starts, txt_offsets = _starts(img_lens), _starts(txt_lens)
-        num_txt = sum(txt_lens)
-        by_length = sorted(range(len(grids)), key=lambda b: (txt_lens[b] + img_lens[b], b))
+        img_starts, txt_offsets = _starts(img_lens), _starts(all_txt_lens)
+        num_txt = sum(all_txt_lens)
+        samples = torch.arange(len(img_lens))
+        by_length = sorted(samples.tolist(), key=lambda b: (all_txt_lens[b] + img_lens[b], b))
         pieces = []
         for b in by_length:
-            pieces.append(torch.arange(txt_offsets[b], txt_offsets[b] + txt_lens[b]))
+            pieces.append(torch.arange(txt_offsets[b], txt_offsets[b] + all_txt_lens[b]))
             pieces.append(torch.arange(img_starts[b], img_starts[b] + img_lens[b]) + num_txt)
         joint_order = torch.cat(pieces)
-        lengths = [txt_lens[b] + img_lens[b] for b in by_length]
+        lengths = [all_txt_lens[b] + img_lens[b] for b in by_length]
 
-        samples = torch.arange(len(grids))
         img_sample = samples.repeat_interleave(torch.tensor(img_lens))
         within = torch.arange(sum(img_lens)) - torch.tensor(img_starts)[img_sample]
         tensors = dict(
             img_sample=img_sample,
-            txt_sample=samples.repeat_interleave(torch.tensor(txt_lens)),
+            txt_sample=samples.repeat_interleave(torch.tensor(all_txt_lens)),
             is_reference=within >= torch.tensor(target_lens)[img_sample],
             positions=torch.cat((txt_positions[:, None].expand(-1, 3), *img_positions)),
             joint_order=joint_order,
@@ -81,9 +102,11 @@ class PackedLayout:
             cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         )
         return cls(
+            num_samples=len(img_lens),
             grids=tuple(tuple(images) for images in grids),
             txt_lens=tuple(txt_lens),
-            runs=tuple((lengths.count(n), n) for n in sorted(set(lengths))),
+            runs=tuple((lengths.count(n), n) for n in sorted(set(lengths)) if n),
+            max_seqlen=max(lengths) if fill_to is None else len(joint_order),
             **{name: tensor.to(device) for name, tensor in tensors.items()},
         )
 
@@ -119,22 +142,18 @@ class PackedLayout:
             joint_inverse=torch.empty_like(joint_order).scatter_(0, joint_order, rows),
             cu_seqlens=torch.cat((self.cu_seqlens, self.cu_seqlens[-1:] + num_more)) if num_more else self.cu_seqlens,
             runs=(*self.runs, (1, num_more)) if num_more else self.runs,
+            max_seqlen=max(self.max_seqlen, num_more),
         )
 
     @property
-    def num_samples(self) -> int:
-        """B."""
-        return len(self.grids)
-
-    @property
     def img_lens(self) -> list[int]:
-        """Image tokens of each sample, references included."""
+        """Image tokens of each sample, references included; without the filler's."""
         return [sum(f * h * w for f, h, w in images) for images in self.grids]
 
     @property
-    def max_seqlen(self) -> int:
-        """Length of the longest sample, text and images together."""
-        return max(length for _, length in self.runs)
+    def num_filler_tokens(self) -> int:
+        """How many of the L tokens belong to no sample."""
+        return len(self.joint_order) - sum(self.img_lens) - sum(self.txt_lens)
 
     @cached_property
     def img_membership(self) -> Tensor:
@@ -152,7 +171,37 @@ class PackedLayout:
     def target_mean(self) -> Tensor:
         """(B, I) float32: 1 / (target tokens of the sample) on its target tokens, 0 elsewhere."""
         targets = self.img_membership * ~self.is_reference
-        return targets / targets.sum(dim=1, keepdim=True)
+        return targets / targets.sum(dim=1, keepdim=True).clamp(min=1)  # a filler has none
+
+
+def fill_batch(batch: Batch, fill_to: tuple[int, int, int] | None, **fields: Sequence[str]) -> Batch:
+    """Return a micro-batch with its layout filled to `fill_to` (I, T, B) and zeros in the new rows of its tensors.
+
+    batch: a dataclass with a `layout`; fields: the names of its tensors, as img=(…), txt=(…) and sample=(…) by what
+    their rows stand for.  Zero is a legal value of each: weight, time, language, latent.
+    With None the batch comes back as it is.
+    Raises: ValueError if the batch is above `fill_to`.
+    """
+    if fill_to is None:
+        return batch
+    layout, num_rows = batch.layout, dict(zip(("img", "txt", "sample"), fill_to, strict=True))
+    tensors = {name: (getattr(batch, name), num_rows[kind]) for kind, names in fields.items() for name in names}
+    return replace(
+        batch,
+        layout=PackedLayout.build(layout.grids, layout.txt_lens, layout.img_sample.device, fill_to),
+        **{name: torch.cat((x, x.new_zeros(num - len(x), *x.shape[1:]))) for name, (x, num) in tensors.items()},
+    )
+
+
+def _missing(sizes: tuple[int, int, int], fill_to: tuple[int, int, int]) -> tuple[int, ...]:
+    """Return how many image tokens, text tokens and samples are to be added."""
+    missing = tuple(wanted - size for size, wanted in zip(sizes, fill_to, strict=True))
+    if min(missing) < 0 or missing[2] < 1:
+        raise ValueError(
+            f"a micro-batch of {sizes} (image tokens, text tokens, samples) cannot be filled to {fill_to}; the filler "
+            "is one sample at least"
+        )
+    return missing
 
 
 def shard_rows(x: Tensor, num_pieces: int, index: int) -> Tensor:

@@ -24,6 +24,31 @@ def test_a_pack_by_hand():
     assert layout.target_mean.tolist() == [[0.5, 0.5, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1]]
 
 
+def test_a_filled_pack_by_hand():
+    layout = PackedLayout.build(GRIDS, TXT_LENS, fill_to=(8, 6, 5))
+    assert layout.img_sample.tolist() == [0, 0, 1, 1, 1, 2, 3, 3]
+    assert layout.txt_sample.tolist() == [0, 1, 1, 2, 2, 3]
+    assert layout.is_reference.tolist() == [False, False, False, True, True, False, True, True]
+    # The filler has three tokens like samples 0 and 2, its second sample has none; text tokens 0–5, image tokens 6–13.
+    assert layout.joint_order.tolist() == [0, 6, 7, 3, 4, 11, 5, 12, 13, 1, 2, 8, 9, 10]
+    assert layout.cu_seqlens.tolist() == [0, 0, 3, 6, 9, 14] and layout.runs == ((3, 3), (1, 5))
+    assert layout.num_samples == 5 and layout.num_filler_tokens == 3 and layout.img_lens == [2, 3, 1]
+    assert layout.max_seqlen == 14
+    assert layout.target_mean[:3, :6].equal(PackedLayout.build(GRIDS, TXT_LENS).target_mean)
+    assert not layout.target_mean[3:].any() and not layout.target_mean[:, 6:].any()
+
+
+def test_a_pack_with_just_room_for_an_empty_filler():
+    layout = PackedLayout.build(GRIDS, TXT_LENS, fill_to=(6, 5, 4))
+    assert layout.num_filler_tokens == 0 and layout.num_samples == 4 and layout.runs == ((2, 3), (1, 5))
+
+
+@pytest.mark.parametrize("fill_to", [(5, 6, 5), (8, 4, 5), (8, 6, 3)])
+def test_what_is_above_the_size_cannot_be_filled(fill_to):
+    with pytest.raises(ValueError, match="cannot be filled"):
+        PackedLayout.build(GRIDS, TXT_LENS, fill_to=fill_to)
+
+
 @pytest.mark.parametrize("images", [[(1, 4, 4)], [(1, 5, 2), (1, 3, 8)], [(1, 1, 1), (1, 9, 3), (1, 2, 2), (1, 7, 7)]])
 def test_rotary_equals_diffusers(images):
     reference = QwenEmbedRope(10_000, [4, 6, 6], scale_rope=True)

@@ -69,6 +69,21 @@ def test_random_batches(seed):
             assert max(loads) - min(loads) <= max(tokens)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_further_counts_are_limits_too(seed):
+    rng = random.Random(seed)
+    num_ranks, max_counts = rng.choice([1, 2, 5]), (150, 60, 6)
+    counts = [(rng.choice([16, 24, 36]), rng.randint(1, 40), 1) for _ in range(rng.choice([1, 17, 128]))]
+    tokens = [img + txt for img, txt, _ in counts]
+    dealt = deal(tokens, num_ranks, sum(max_counts[:2]), counts, max_counts)
+    assert len({len(rank) for rank in dealt}) == 1
+    assert sorted(i for rank in dealt for micro in rank for i in micro) == list(range(len(tokens)))
+    for micro in (micro for rank in dealt for micro in rank):
+        assert all(sum(counts[i][k] for i in micro) <= most for k, most in enumerate(max_counts))
+    least = max(-(-sum(column) // most) for column, most in zip(zip(*counts, strict=True), max_counts, strict=True))
+    assert num_ranks * (len(dealt[0]) - 1) <= least * 1.25
+
+
 def test_world_size_only_changes_who():
     tokens = [random.Random(1).randint(8, 40) for _ in range(64)]
     for ranks in (1, 2, 4):

@@ -67,6 +67,30 @@ def test_too_few_samples_fill_up_at_weight_zero(index):
     assert weights == [0.0, 0.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("max_text_tokens", [0, 48])
+def test_filled_micro_batches_keep_to_each_limit_and_lose_no_sample(index, max_text_tokens):
+    filled = [plan_of(index, 2, rank, batch=40, fill=True, max_text_tokens=max_text_tokens) for rank in range(2)]
+    num_img, num_txt, num_samples = filled[0].fill_to
+    assert filled[1].fill_to == filled[0].fill_to and num_img + num_txt == 200
+    assert num_txt == max_text_tokens or (not max_text_tokens and num_txt % 16 == 0)
+    for step in range(6):
+        ranks = [plan.micro_batches(step) for plan in filled]
+        assert len({len(rank) for rank in ranks}) == 1
+        dealt = [p for rank in ranks for micro in rank for p in micro if p.weight]
+        assert Counter(dealt) == Counter(plan_of(index, batch=40).global_batch(step))
+        for micro in (micro for rank in ranks for micro in rank):
+            assert sum(p.num_image_tokens for p in micro) <= num_img
+            assert sum(p.num_text_tokens for p in micro) <= num_txt
+            assert len(micro) < num_samples
+
+
+def test_no_room_for_text_is_refused(index):
+    with pytest.raises(ValueError, match="200 tokens cannot have 200 of them for text"):
+        plan_of(index, fill=True, max_text_tokens=200)
+    with pytest.raises(ValueError, match="does not fit into a filled micro-batch of .199, 1.*max_text_tokens"):
+        plan_of(index, fill=True, max_text_tokens=1).micro_batches(0)
+
+
 def test_every_language_once(index):
     assert [p.language for p in every_language(index, 3)] == ["en", "zh"]
 
