@@ -11,23 +11,22 @@ Source: Qwen-Image technical report, arXiv 2508.02324.
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.index import Index, build_index
+from data.index import build_index
 from data.order import GlobalOrder
-from data.pack import deal
-from data.plan import BatchPlan, every_language
+from data.plan import BatchPlan, spread_micro_batches
 from data.reader import Loader, Reader, Sample
 from data.shards import BUILT_IN, expand_shards
 from model import flow
 from model.encoders import Encoders
 from model.latents import PATCH, patchify
-from model.layout import PackedLayout
+from model.layout import PackedLayout, fill_batch
 from model.mmdit import MMDiT, MMDiTConfig, init_parameter
 from model.mmdit_plan import (
     ATTENTIONS,
@@ -39,20 +38,22 @@ from model.mmdit_plan import (
 from model.sampling import SamplerSettings
 from parallel import checkpoint
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.compile import compile_units
 from parallel.context_parallel import apply_token_parallel
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
+from parallel.float8 import apply_float8
 from parallel.fsdp import shard_model
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
 from parallel.mesh import build_mesh, data_parallel, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
-from parallel.weights import has_weights, load_weights
+from parallel.weights import has_weights
 from tools.sample_grid import sample_grid
 from utils.config import parse, run_main, write_run_folder
 from utils.ema import EMA
 from utils.flops import device_peak, mmdit_forward_flops
 from utils.logging import RunLog, set_up_logging
-from utils.optimizer import build_adamw, optimizer_tensors
+from utils.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
 from utils.phase_timer import PhaseTimer
 from utils.random_streams import torch_generator
 from utils.schedule import learning_rate
@@ -84,6 +85,7 @@ class Config:
     num_languages: int = 0  # 3 adds a zero-initialised language embedding (zh, en, other)
     sample_posterior: bool = False  # draw latents from the VAE's posterior rather than take its mode
     # Optimizer
+    optimizer: str = "adamw"  # adamw; adamw8bit (torchao): 2 bytes of state a weight; muon: for the blocks' matrices
     lr: float = 4e-3  # peak learning rate
     lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
     lr_final: float = 0.05  # where the cosine ends, as a share of lr
@@ -101,8 +103,15 @@ class Config:
     tp: int = 1  # tensor parallel: ranks that share out the work on every token
     tp_sequence_parallel: bool = False  # share out the tokens between the tensor-parallel layers, too: less memory
     dtype: str = "auto"  # compute in float32 or bfloat16 (auto: on GPUs); master weights and sums stay float32
+    reduce_dtype: str = "float32"  # in which gradients are summed over ranks: float32 or bfloat16
+    # Memory and speed: none of these changes what is learned, save for rounding
+    activation_checkpointing: str = "none"  # none, full, every_2 (each second block, …), selective (keep products)
     reshard_after_forward: bool = True  # free gathered weights between forward and backward
-    activation_checkpointing: str = "none"  # none, or full: recompute each block in the backward pass
+    num_prefetch: int = 0  # blocks whose weights are gathered ahead; 0 leaves it to FSDP
+    cpu_offload: bool = False  # keep weights, gradients and optimizer state in host memory
+    compile: bool = False  # compile each block; micro-batches are filled to one size
+    max_text_tokens_per_micro_batch: int = 0  # with --compile: how many are for text; 0 = the data's mean share
+    float8: bool = False  # the blocks' matrix products, on H100 and later (torchao)
     timeout_s: float = 600.0  # a collective that takes longer stops the job
     # Data loading
     num_workers: int = 2  # reader threads a rank; 0 = read in the training thread
@@ -201,15 +210,6 @@ def validation_losses(model: nn.Module, encoders: Encoders, reader: Reader, cfg:
     return {name: value.item() for name, value in result.items()}
 
 
-def validation_micro_batches(index: Index, cfg: Config, data_rank: int, num_data_ranks: int) -> list:
-    """Return this rank's part of `eval_samples` samples spread over the index, each in every language it has."""
-    chosen = range(0, len(index), max(1, len(index) // cfg.eval_samples))[: cfg.eval_samples]
-    tasks = [planned for i in chosen for planned in every_language(index, i, cfg.max_pixels)]
-    dealt = deal([task.num_tokens for task in tasks], num_data_ranks, cfg.max_tokens_per_micro_batch)[data_rank]
-    # A rank without work still takes part in every gather, at weight 0.
-    return [[tasks[i] for i in micro] or [replace(tasks[0], weight=0.0)] for micro in dealt]
-
-
 def check_config(cfg: Config) -> None:
     """Raise ValueError for values that no later check would explain."""
     for name in ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps"):
@@ -217,8 +217,9 @@ def check_config(cfg: Config) -> None:
             raise ValueError(f"--{name} must be at least 1, got {getattr(cfg, name)}")
     if cfg.num_languages not in (0, len(LANGUAGES)):
         raise ValueError(f"--num_languages must be 0 or {len(LANGUAGES)} {LANGUAGES}, got {cfg.num_languages}")
-    if cfg.dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"--dtype must be auto, float32 or bfloat16, got {cfg.dtype!r}")
+    for name, known in (("dtype", ("auto", "float32", "bfloat16")), ("reduce_dtype", ("float32", "bfloat16"))):
+        if getattr(cfg, name) not in known:
+            raise ValueError(f"--{name} must be one of {', '.join(known)}, got {getattr(cfg, name)!r}")
 
 
 def main(cfg: Config) -> None:
@@ -245,10 +246,13 @@ def main(cfg: Config) -> None:
         index, GlobalOrder(len(index), cfg.global_batch_size, cfg.seed), num_ranks=num_data_ranks, rank=data_rank,
         max_tokens=cfg.max_tokens_per_micro_batch, seed=cfg.seed, caption_dropout=cfg.caption_dropout,
         zh_share=cfg.zh_share, num_empty_tokens=encoders.text.count_tokens(""), max_pixels=cfg.max_pixels,
+        fill=cfg.compile, max_text_tokens=cfg.max_text_tokens_per_micro_batch,
     )  # fmt: skip
     if not cfg.validation_data and cfg.data not in BUILT_IN:
         log.warning("no --validation_data: validation looks at the training samples")
-    val_micro_batches = validation_micro_batches(val_index, cfg, data_rank, num_data_ranks)
+    val_micro_batches = spread_micro_batches(
+        val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, cfg.max_pixels
+    )
 
     # ---- 4. Model: built without memory, cut, then filled -----------------------------------------------------------
     model_config = MMDiTConfig.from_folder(f"{cfg.model}/transformer", num_languages=cfg.num_languages)
@@ -262,14 +266,24 @@ def main(cfg: Config) -> None:
     by_rows = cfg.tp_sequence_parallel
     apply_tensor_parallel(model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
     apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
+    if cfg.float8:
+        apply_float8(model, FSDP_UNITS, device)
     apply_activation_checkpointing(model, FSDP_UNITS, cfg.activation_checkpointing)
-    shard_model(model, FSDP_UNITS, weights, dtype, torch.float32, cfg.reshard_after_forward)
-    materialize(model, device, init_parameter, cfg.seed)
-    if has_weights(f"{cfg.model}/transformer") and not cfg.from_scratch:
-        load_weights(model, f"{cfg.model}/transformer", optional=("language_embed.weight",))
+    if cfg.compile:
+        compile_units(model, FSDP_UNITS)
+    shard_model(
+        model, FSDP_UNITS, weights, dtype, getattr(torch, cfg.reduce_dtype), cfg.reshard_after_forward,
+        cfg.num_prefetch, cfg.cpu_offload,
+    )  # fmt: skip
+    released = None if cfg.from_scratch or not has_weights(f"{cfg.model}/transformer") else f"{cfg.model}/transformer"
+    home = torch.device("cpu") if cfg.cpu_offload else device
+    materialize(model, home, init_parameter, cfg.seed, released, optional=("language_embed.weight",))
 
     # ---- 5. Optimizer and EMA ---------------------------------------------------------------------------------------
-    optimizer = build_adamw(model.named_parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay)
+    optimizer = build_optimizer(
+        cfg.optimizer, model.named_parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay,
+        FSDP_UNITS,
+    )  # fmt: skip
     ema = EMA(model.named_parameters(), cfg.ema_decay)
 
     # ---- 6. Resume --------------------------------------------------------------------------------------------------
@@ -320,10 +334,12 @@ def main(cfg: Config) -> None:
         with timer.phase("data_wait"):
             micro_batches = loader.next_step()
         # Loss and backward
-        loss_sums, loss_counts, tokens, flops = *torch.zeros(2, len(LANGUAGES), dtype=torch.float64), 0, 0
+        loss_sums, loss_counts = torch.zeros(2, len(LANGUAGES), dtype=torch.float64)
+        tokens, fillers, flops = 0, 0, 0
         for i, samples in enumerate(micro_batches):
             with timer.phase("encode"):
                 batch = make_batch(samples, encoders, cfg)
+                batch = fill_batch(batch, plan.fill_to, ("x0", "noise"), ("txt",), ("t", "weight", "language"))
             # Gradients go to the shards at once, so no rank ever holds them whole; only HSDP's copies wait.
             model.set_requires_all_reduce(i == len(micro_batches) - 1)
             with timer.phase("forward"):
@@ -333,11 +349,12 @@ def main(cfg: Config) -> None:
             flops += 3 * mmdit_forward_flops(model_config, batch.layout.img_lens, batch.layout.txt_lens)
             loss_sums.index_add_(0, batch.language.cpu(), losses.detach().double().cpu())
             loss_counts.index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
-            tokens += len(batch.x0) + len(batch.txt)
+            fillers += batch.layout.num_filler_tokens
+            tokens += len(batch.x0) + len(batch.txt) - batch.layout.num_filler_tokens
         # Clip.  The sums over all ranks make every rank see the same loss and norm, so all stop or none
         norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
-        local = [*loss_sums.tolist(), *loss_counts.tolist(), tokens, flops, len(reader.bad_samples)]
-        *sums, tokens, flops, num_bad = (total / ranks_alike for total in all_reduce_sum(local, device))
+        local = [*loss_sums.tolist(), *loss_counts.tolist(), tokens, fillers, flops, len(reader.bad_samples)]
+        *sums, tokens, fillers, flops, num_bad = (total / ranks_alike for total in all_reduce_sum(local, device))
         loss_sums, loss_counts = torch.tensor(sums).view(2, -1)
         loss = (loss_sums.sum() / loss_counts.sum()).item()
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -350,8 +367,7 @@ def main(cfg: Config) -> None:
         # Step
         with timer.phase("optimizer"):
             lr = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(optimizer, lr)
             optimizer.step()
             optimizer.zero_grad()
             ema.update(step)
@@ -367,22 +383,15 @@ def main(cfg: Config) -> None:
             scalars = {"loss": loss} | {f"loss_{name}": (s / n).item() for name, s, n in by_language if n}
             scalars |= {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
             scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad}
+            scalars |= {"filler": fillers / (tokens + fillers)} if cfg.compile else {}
             scalars["tflops"] = flops / step_s / dist.get_world_size() / 1e12
-            if peak:
-                scalars["mfu"] = scalars["tflops"] * 1e12 / peak
-            if device.type == "cuda":
-                scalars["mem_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            scalars |= {"mfu": scalars["tflops"] * 1e12 / peak} if peak else {}
+            scalars |= {"mem_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
             run_log.scalars(step, scalars)
 
     # ---- 8. Tear-down -----------------------------------------------------------------------------------------------
     loader.close()
-    run_log.close()
-    if is_main():
-        print(f"done: {cfg.num_steps} steps\n  pictures    {folder / 'samples'}")
-        print(f"  curves      .venv/bin/tensorboard --logdir {folder}")
-        if cfg.save_every:
-            print(f"  checkpoint  {checkpoint.step_folder(checkpoints, cfg.num_steps)}")
-            print(f"  try it      ./launch.sh -m tools.sample --run {folder} --prompt 'dog face' --prompt 狗脸")
+    run_log.done(checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None)
     shutdown()
 
 

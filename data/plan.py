@@ -44,6 +44,17 @@ def every_language(index: Index, i: int, max_pixels: int = DEFAULT_MAX_PIXELS) -
     return [_planned(0, i, record, language, 0, max_pixels) for language in record.caption_tokens]
 
 
+def spread_micro_batches(
+    index: Index, num_samples: int, num_ranks: int, rank: int, max_tokens: int, max_pixels: int = DEFAULT_MAX_PIXELS
+) -> list[list[PlannedSample]]:
+    """Return a rank's part of `num_samples` samples spread over the index, each in every language it has."""
+    chosen = range(0, len(index), max(1, len(index) // num_samples))[:num_samples]
+    tasks = [planned for i in chosen for planned in every_language(index, i, max_pixels)]
+    dealt = deal([task.num_tokens for task in tasks], num_ranks, max_tokens)[rank]
+    # A rank without work still takes part in every gather, at weight 0.
+    return [[tasks[i] for i in micro] or [replace(tasks[0], weight=0.0)] for micro in dealt]
+
+
 def _planned(epoch: int, i: int, record: SampleRecord, language: str, wording: int, max_pixels: int) -> PlannedSample:
     height, width = fitted_size(record.height, record.width, MULTIPLE, max_pixels)
     image_tokens = (height // MULTIPLE) * (width // MULTIPLE)

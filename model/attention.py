@@ -10,6 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from model.layout import PackedLayout
 from model.rope import apply_rotary
+from model.segment_attention import segment_attention
 
 
 class _PermuteRows(torch.autograd.Function):
@@ -36,11 +37,13 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> T
 
     q, k, v: (L, N, Dh) in joint order.  Returns (L, N, Dh).
     CUDA half precision: one variable-length flash kernel.  Otherwise one scaled-dot-product call for each run of
-    samples of equal length.
+    samples of equal length; in compiled blocks as one operator, since a graph must not depend on the lengths.
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         bounds, longest = layout.cu_seqlens, layout.max_seqlen
         return varlen_attn(q, k, v, bounds, bounds, longest, longest)
+    if torch.compiler.is_compiling() and q.device.type == "cpu":
+        return segment_attention(q, k, v, layout.cu_seqlens)
     # One split, not a slice a run: a slice's backward would fill a tensor of all tokens for each run.
     sizes = [num_samples * length for num_samples, length in layout.runs]
     pieces = []

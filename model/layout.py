@@ -174,23 +174,26 @@ class PackedLayout:
         return targets / targets.sum(dim=1, keepdim=True).clamp(min=1)  # a filler has none
 
 
-def fill_batch(batch: Batch, fill_to: tuple[int, int, int] | None, **fields: Sequence[str]) -> Batch:
+def fill_batch(
+    batch: Batch, fill_to: tuple[int, int, int] | None, img: Sequence[str], txt: Sequence[str], sample: Sequence[str]
+) -> Batch:
     """Return a micro-batch with its layout filled to `fill_to` (I, T, B) and zeros in the new rows of its tensors.
 
-    batch: a dataclass with a `layout`; fields: the names of its tensors, as img=(…), txt=(…) and sample=(…) by what
-    their rows stand for.  Zero is a legal value of each: weight, time, language, latent.
+    batch: a dataclass with a `layout`; img, txt, sample: the names of its tensors by what their rows stand for.  Zero
+    is a legal value of each: weight, time, language, latent.
     With None the batch comes back as it is.
     Raises: ValueError if the batch is above `fill_to`.
     """
     if fill_to is None:
         return batch
-    layout, num_rows = batch.layout, dict(zip(("img", "txt", "sample"), fill_to, strict=True))
-    tensors = {name: (getattr(batch, name), num_rows[kind]) for kind, names in fields.items() for name in names}
-    return replace(
-        batch,
-        layout=PackedLayout.build(layout.grids, layout.txt_lens, layout.img_sample.device, fill_to),
-        **{name: torch.cat((x, x.new_zeros(num - len(x), *x.shape[1:]))) for name, (x, num) in tensors.items()},
-    )
+    layout = batch.layout
+    layout = PackedLayout.build(layout.grids, layout.txt_lens, layout.img_sample.device, fill_to)
+    filled = {}
+    for names, num_rows in zip((img, txt, sample), fill_to, strict=True):
+        for name in names:
+            rows = getattr(batch, name)
+            filled[name] = torch.cat((rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])))
+    return replace(batch, layout=layout, **filled)
 
 
 def _missing(sizes: tuple[int, int, int], fill_to: tuple[int, int, int]) -> tuple[int, ...]:

@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 from model import attention, flow
 from model.layout import PackedLayout, fill_batch
 from model.mmdit import MMDiT, MMDiTConfig
-from model.mmdit_plan import FSDP_UNITS, TENSOR_PARALLEL_PLAN
+from model.mmdit_plan import ATTENTIONS, FSDP_UNITS, TENSOR_PARALLEL_PLAN, shard_inputs
 from model.segment_attention import segment_attention
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.compile import compile_units
+from parallel.context_parallel import apply_token_parallel
 from parallel.fsdp import shard_model
-from parallel.mesh import build_mesh, data_parallel
+from parallel.mesh import build_mesh, data_parallel, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from tests.spawn import run_ranks
 from utils.random_streams import torch_generator
@@ -124,18 +125,8 @@ def test_segment_attention_equals_attention_by_runs():
     torch.library.opcheck(torch.ops.packed.segment_attention, (q, k, v, layout.cu_seqlens))
 
 
-def use_one_attention_operator() -> None:
-    attention.packed_attention = lambda q, k, v, layout: segment_attention(q, k, v, layout.cu_seqlens)
-
-
-@pytest.fixture
-def one_attention_operator(monkeypatch):
-    monkeypatch.setattr(attention, "packed_attention", attention.packed_attention)  # to be put back
-    use_one_attention_operator()
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_like_blocks_and_filled_packs_share_their_graphs(checkpointing, one_attention_operator):
+def test_like_blocks_and_filled_packs_share_their_graphs(checkpointing):
     torch.compiler.reset()
     graphs = Counter()
 
@@ -160,17 +151,18 @@ def test_like_blocks_and_filled_packs_share_their_graphs(checkpointing, one_atte
 
 
 def on_ranks(rank: int, world_size: int, cases: list[tuple]) -> list[dict]:
-    use_one_attention_operator()
     results = []
     for num_layers, mesh_sizes, checkpointing, backend in cases:
         torch.compiler.reset()
         mesh = build_mesh("cpu", *mesh_sizes)
         data_rank, num_data_ranks = data_parallel(mesh)
         model = new_model(torch.float32, num_layers=num_layers)
-        apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, mesh["tp"])
+        weights = weights_mesh(mesh)
+        apply_tensor_parallel(model, TENSOR_PARALLEL_PLAN, weights["tp"])
+        apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"])
         apply_activation_checkpointing(model, FSDP_UNITS, checkpointing)
         compile_units(model, FSDP_UNITS, backend)
-        shard_model(model, FSDP_UNITS, mesh, torch.float32, torch.float32, True)
+        shard_model(model, FSDP_UNITS, weights, torch.float32, torch.float32, True)
         chosen = PACKS[data_rank] if num_data_ranks == 2 else sum(PACKS, [])
         result = loss_and_gradients(model, fill_batch(new_batch(chosen, torch.float32), FILL_TO, **ROWS))
         results.append({n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in result.items()})
@@ -180,7 +172,11 @@ def on_ranks(rank: int, world_size: int, cases: list[tuple]) -> list[dict]:
 @pytest.mark.parametrize(
     "cases",
     [
-        [(2, (1, 2, 1, 1), "selective", "aot_eager"), (2, (1, 1, 1, 2), "none", "aot_eager")],
+        [
+            (2, (1, 2, 1, 1), "selective", "aot_eager"),
+            (2, (1, 1, 2, 1), "none", "aot_eager"),
+            (2, (1, 1, 1, 2), "none", "aot_eager"),
+        ],
         [(1, (1, 2, 1, 1), "none", "inductor")],  # one block: the C++ compiler takes its time
     ],
     ids=["traced", "inductor"],

@@ -25,7 +25,8 @@ MAY_CHANGE = frozenset({
     "sample_steps", "sample_cfg_scale", "save_every", "keep_checkpoints", "log_samples", "num_workers",
     "prefetch_steps", "latents_cache_gib", "text_cache_gib", "timeout_s", "cache_folder", "run_folder",
     "dp_replicate", "dp_shard", "cp", "tp", "tp_sequence_parallel", "reshard_after_forward", "activation_checkpointing",
-    "max_bad_samples", "max_tokens_per_micro_batch",
+    "num_prefetch", "cpu_offload", "compile", "max_text_tokens_per_micro_batch", "max_bad_samples",
+    "max_tokens_per_micro_batch",
 })  # fmt: skip
 
 

@@ -101,6 +101,17 @@ class RunLog:
                 self._samples_seen.close()
         _remove_handlers()
 
+    def done(self, checkpoint: Path | None) -> None:
+        """Finish every file and say where what was made lies."""
+        self.close()
+        if not self.is_main:
+            return
+        print(f"done: {self.num_steps} steps\n  pictures    {self.folder / 'samples'}")
+        print(f"  curves      .venv/bin/tensorboard --logdir {self.folder}")
+        if checkpoint is not None:
+            print(f"  checkpoint  {checkpoint}")
+            print(f"  try it      ./launch.sh -m tools.sample --run {self.folder} --prompt 'dog face' --prompt 狗脸")
+
 
 class _Console(logging.Handler):
     """Writes to stderr, above the progress bar instead of through it."""
