@@ -265,6 +265,11 @@ def test_the_card_of_a_trained_run(trained, tmp_path):
     facts += ["CC-BY 4.0", f"| validation loss | {val_loss:.4f} |", "| started from | model |", '"lr": 0.004']
     facts += ["torch_dtype=torch.bfloat16", "| code | commit "]
     assert not [fact for fact in facts if fact not in card]
+    assert json.loads((tmp_path / "out/export.json").read_text())["step"] == "3"
+    # What it tells its reader to type draws a picture, in the dtype of the export.
+    code, names = card.split("```python\n")[1].split("```")[0], {}
+    exec(code.replace("path/to/this/folder", str(tmp_path / "out")), names)
+    assert names["picture"].size == (64, 64) and names["pipeline"].transformer.dtype == torch.bfloat16
 
 
 def test_the_licence_is_that_of_the_weights_it_began_with(run, released, tmp_path):
