@@ -68,7 +68,8 @@ class Muon(torch.optim.Optimizer):
                         average = _local(self.state[parameter]["momentum_buffer"])
                         average.lerp_(gradient, 1 - momentum)
                         shards.append(gradient.lerp(average, momentum).bfloat16())
-                    for parameter, update in zip(chosen, _orthogonalize_shards(torch.stack(shards), cuts), strict=True):
+                    updates = _orthogonalize_shards(torch.stack(shards).to(_device(chosen[0])), cuts)
+                    for parameter, update in zip(chosen, updates, strict=True):
                         local = _local(parameter)
                         local.mul_(1 - lr * group["weight_decay"])
                         local.add_(update.to(local.device), alpha=-step_size)
@@ -97,6 +98,11 @@ def _orthogonalize_shards(stack: Tensor, cuts: list[Cut]) -> Tensor:
     mine = parts.redistribute(placements=[Shard(0)]).to_local()
     mine = DTensor.from_local(_orthogonalize_shards(mine, others), mesh, [Shard(0)], **swap)
     return mine.redistribute(placements=[Shard(dim + 1)]).to_local()
+
+
+def _device(parameter: Tensor) -> torch.device | str:
+    """Return where matrices are worked on: the mesh's device, also where the shards stay in host memory."""
+    return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
 
 
 def _local(tensor: Tensor) -> Tensor:
