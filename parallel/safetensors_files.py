@@ -34,7 +34,7 @@ class StoredFile:
 
     location: str
     size: int  # bytes
-    etag: str | None
+    version: str | None  # see utils.byte_source
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _read_file_header(location: str) -> dict[str, StoredTensor]:
         raise ValueError(f"{location} is not there; copy it too") from None
     try:
         header, start = _header(source)
-        return _parse(header, start, StoredFile(location, source.size, source.etag))
+        return _parse(header, start, StoredFile(location, source.size, source.version))
     except ValueError as error:
         raise ValueError(f"{location} is not a sound safetensors file: {error}; copy it again") from error
     finally:

@@ -51,7 +51,7 @@ def read_safetensors(location: str | Path) -> dict[str, Tensor]:
     stored = read_headers(location)
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in stored.items()}
     with ExitStack() as files:
-        run_reads(open_reads(tensors, stored, files))
+        run_reads(_open_reads(tensors, stored, files))
     return tensors
 
 
@@ -67,25 +67,27 @@ def load_weights(model: nn.Module, location: str | Path, optional: Iterable[str]
     stored = _from_main(lambda: read_headers(location))
     parameters = dict(model.named_parameters())
     with ExitStack() as files:
-
-        def prepare() -> list[Read]:
-            check_fit(parameters, stored, optional)
-            return open_reads(parameters, stored, files)
-
-        reads = _agreed(prepare, f"{location} does not fit the model: ")
+        _agreed(lambda: _check_fit(parameters, stored, location, optional))
+        reads = _agreed(lambda: _open_reads(parameters, stored, files))
         num_bytes = _agreed(lambda: run_reads(reads), "the weights are loaded in part, so this run cannot go on: ")
     seconds = time.perf_counter() - started
     log.info("%d tensors from %s, %.2f GB by this rank in %.1f s", len(stored), location, num_bytes / 1e9, seconds)
     return frozenset(stored)
 
 
-def check_fit(parameters: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], optional: Iterable[str]) -> None:
+def _check_fit(
+    parameters: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
+    location: str | Path,
+    optional: Iterable[str],
+) -> None:
     """Raise ValueError unless the stored tensors are those of the parameters, save for some of the optional ones."""
     missing = sorted(parameters.keys() - stored.keys() - set(optional))
     extra = sorted(stored.keys() - parameters.keys())
     if missing or extra:
         raise ValueError(
-            f"{len(missing)} tensors missing (first {missing[:3]}), {len(extra)} not of this model (first {extra[:3]})"
+            f"{location} does not fit the model: {len(missing)} tensors missing (first {missing[:3]}), "
+            f"{len(extra)} not of this model (first {extra[:3]})"
         )
     for name, entry in stored.items():
         parameter, where = parameters[name], f"{name} in {entry.file.location}"
@@ -95,7 +97,7 @@ def check_fit(parameters: Mapping[str, Tensor], stored: Mapping[str, StoredTenso
             raise ValueError(f"{where} has dtype {entry.dtype}, which does not become the model's {parameter.dtype}")
 
 
-def open_reads(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], files: ExitStack) -> list[Read]:
+def _open_reads(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], files: ExitStack) -> list[Read]:
     """Open the files that hold this rank's shards and return the reads that fill them.
 
     files: closes them.
@@ -109,7 +111,7 @@ def open_reads(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]
     reads = []
     for file, parts in rows.items():
         if parts:
-            source = files.enter_context(closing(open_source(file.location, pinned=(file.size, file.etag))))
+            source = files.enter_context(closing(open_source(file.location, pinned=(file.size, file.version))))
             reads += [(source, group) for group in plan_reads(parts, source)]
     return reads
 
@@ -120,8 +122,8 @@ def _from_main(function: Callable[[], T]) -> T:
     if is_main():
         try:
             outcome[0] = function()
-        except (ValueError, OSError) as error:
-            outcome[1] = str(error)
+        except Exception as error:  # whatever it is, the others must hear of it
+            outcome[1] = _message(error)
     if num_ranks() > 1:
         dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -129,15 +131,20 @@ def _from_main(function: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def _agreed(function: Callable[[], T], introduction: str) -> T:
+def _agreed(function: Callable[[], T], introduction: str = "") -> T:
     """Return `function()`; if it raises on any rank, all raise a ValueError with the first such rank's message."""
     result, problem = None, None
     try:
         result = function()
     except Exception as error:  # whatever it is, the others must hear of it
-        problem = str(error) if isinstance(error, (ValueError, OSError)) else repr(error)
+        problem = _message(error)
     problems = gather_results(lambda: problem)
     if failed := [number for number, text in enumerate(problems) if text is not None]:
         everywhere = len(failed) == len(problems)
         raise ValueError(introduction + problems[failed[0]] + ("" if everywhere else f" (on rank {failed[0]})"))
     return result
+
+
+def _message(error: Exception) -> str:
+    """Return what a user needs to see of an error."""
+    return str(error) if isinstance(error, (ValueError, OSError)) else repr(error)

@@ -20,9 +20,10 @@ class RangeServer(ThreadingHTTPServer):
       "stall"    nothing comes for STALL_S
       "stutter"  half of the body comes, then nothing for STALL_S
       "no_range" the whole file comes, with status 200
-      "changed"  the ETag is another
+      "changed"  the ETag and the time of modification are others
       "grown"    the file is one byte longer
     forever: a fault of every GET.
+    has_etags: whether ETags are sent.
     requests: (method, path, range or None, authorization or None) of each request so far.
     most_at_once: how many GETs were under way at the same time.
     """
@@ -34,7 +35,7 @@ class RangeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, bytes] = {}
         self.faults: list = []
-        self.forever = None
+        self.forever, self.has_etags = None, True
         self.delay_s = 0.0
         self.requests: list[tuple] = []
         self.under_way = self.most_at_once = 0
@@ -97,7 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             content += b"\0"
         if fault == "stall":
             time.sleep(STALL_S)
-        headers = {"ETag": etag, "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
+        day = "Tue, 02" if fault == "changed" else "Mon, 01"
+        headers = {"Last-Modified": f"{day} Jan 2024 00:00:00 GMT"} | ({"ETag": etag} if self.server.has_etags else {})
         body, asked = content, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked and fault != "no_range":
             first, last = int(asked[1]), min(int(asked[2]), len(content) - 1)

@@ -39,7 +39,7 @@ def test_a_local_file(tmp_path):
     path = tmp_path / "a b.bin"
     path.write_bytes(CONTENT)
     source = open_source(path)
-    assert (source.size, source.etag, source.location) == (len(CONTENT), None, str(path))
+    assert (source.size, source.version, source.location) == (len(CONTENT), None, str(path))
     for start, end in ((0, 1), (7, 250_000), (len(CONTENT) - 1, len(CONTENT)), (5, 5), (0, len(CONTENT))):
         assert read(source, start, end - start) == CONTENT[start:end]
     os.truncate(path, 1000)
@@ -55,7 +55,7 @@ def test_a_local_file(tmp_path):
 
 def test_ranges_of_a_web_server(server):
     source = opened(server)
-    assert (source.size, source.etag) == (len(CONTENT), '"first"')
+    assert (source.size, source.version) == (len(CONTENT), '"first"')
     for start, end in ((0, 1), (7, 250_000), (len(CONTENT) - 1, len(CONTENT)), (5, 5), (0, len(CONTENT))):
         assert read(source, start, end - start) == CONTENT[start:end]
     assert open_source(f"{server.url}/folder/empty.bin", HASTY).size == 0
@@ -105,6 +105,16 @@ def test_a_changed_file_is_an_error(server, faults):
         assert isinstance(caught.value, SourceChangedError) and "changed while it was read" in str(caught.value)
 
 
+def test_a_server_without_etags(server):
+    server.has_etags = False
+    source = opened(server)
+    server.faults = ["cut", 500, "cut"]
+    assert read(source, 1000, 200_000) == CONTENT[1000:201_000]
+    server.faults = ["changed"]
+    with pytest.raises(SourceChangedError):
+        read(source, 1000, 200_000)
+
+
 def test_refusals_are_not_tried_again(server):
     source = opened(server)
     for status, error in ((403, PermissionError), (401, PermissionError)):
@@ -135,7 +145,7 @@ def test_an_s3_object(server, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
     source = open_source("s3://folder/a b.bin", HASTY)  # path style: /bucket/key
-    assert (source.size, source.etag) == (len(CONTENT), '"first"')
+    assert (source.size, source.version) == (len(CONTENT), '"first"')
     server.faults = [503, "cut"]
     assert read(source, 1000, 200_000) == CONTENT[1000:201_000]
     signature = r"AWS4-HMAC-SHA256 Credential=someone/\d{8}/eu-north-1/s3/aws4_request, SignedHeaders=.*host.*"

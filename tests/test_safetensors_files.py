@@ -203,7 +203,7 @@ def test_a_folder_on_a_web_server(folder):
         for name, entry in remote.items():
             assert (entry.offset, entry.shape, entry.dtype) == (local[name].offset, local[name].shape, torch.float32)
             assert entry.file.location == f"{url}/{local[name].file.location.rpartition('/')[2]}"
-            assert entry.file.etag == '"first"'
+            assert entry.file.version == '"first"'
         one = f"{url}/{STEM}-00001-of-00002.safetensors"
         assert read_headers(one).keys() == {"w0", "w1"} and find_files(one) == ([one], {})
         # One file of the known name needs no index; an empty folder holds nothing.

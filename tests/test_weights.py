@@ -318,7 +318,7 @@ def change_midway(rank, world_size, url):
     before = byte_source.RemoteFile.read_into
 
     def other_version(self, offset, buffer):
-        self.etag = '"before"'  # as if the header had come from an earlier version
+        self.version = '"before"'  # as if the header had come from an earlier version
         before(self, offset, buffer)
 
     if rank == 1:

@@ -1,6 +1,7 @@
 """Byte ranges of one file, wherever it lies: a local path, `https://`, `http://` or `s3://`.
 
-A file is pinned when it is opened: one that changes while it is read is an error, never a mixture of two versions.
+A remote file is pinned when it is opened, by its size and its ETag (without one, its time of modification): one that
+changes while it is read is an error, never a mixture of two versions.  Of a local file only the size is compared.
 Remote reads go through obstore, the Python binding of Rust's object_store.  It tries again, with jittered waits that
 grow, after a server's error, a dropped connection or a stall, and continues a body where it was cut.  S3 is configured
 by the usual variables (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE=true for public buckets …);
@@ -9,6 +10,8 @@ profiles in ~/.aws are not read.
 
 import functools
 import os
+import random
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +45,7 @@ class LocalFile:
     cheap_gap = 512  # bytes that are read and dropped rather than skipped by another read
 
     def __init__(self, location: str):
-        self.location, self.etag = location, None
+        self.location, self.version = location, None
         self._file = os.open(location, os.O_RDONLY)
         try:
             self.size = os.fstat(self._file).st_size
@@ -82,29 +85,35 @@ class RemoteFile:
         import obstore  # here, since a run that reads local files alone does not need it
 
         self._obstore, self.location = obstore, location
-        self._store = _store(folder, patience)
+        self._store, self._patience = _store(folder, patience), patience
         if pinned is None:
-            meta = self._call(obstore.head, self._store, self._name)
-            pinned = meta["size"], meta["e_tag"]
-        self.size, self.etag = pinned
+            pinned = _version(self._call(obstore.head, self._store, self._name))
+        self.size, self.version = pinned
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset` on.  Safe to call from several threads.
 
-        Raises: FileNotFoundError, PermissionError, SourceChangedError if the size or the ETag is not what it was, or
+        Raises: FileNotFoundError, PermissionError, SourceChangedError if the size or the version is not what it was, or
         OSError for any other failure that outlasts the patience.
         """
         if not len(buffer):
             return
-        result = self._call(
-            self._obstore.get, self._store, self._name, options={"range": (offset, offset + len(buffer))}
-        )
-        if (now := (result.meta["size"], result.meta["e_tag"])) != (self.size, self.etag):
-            raise SourceChangedError(
-                f"{self.location} changed while it was read: it had {self.size} bytes and ETag {self.etag}, "
-                f"now {now[0]} and {now[1]}"
-            )
-        data = memoryview(self._call(result.bytes))
+        for attempt in range(self._patience.max_retries + 1):
+            options = {"range": (offset, offset + len(buffer))}
+            result = self._call(self._obstore.get, self._store, self._name, options=options)
+            if (now := _version(result.meta)) != (self.size, self.version):
+                raise SourceChangedError(
+                    f"{self.location} changed while it was read: it had {self.size} bytes and version {self.version}, "
+                    f"now {now[0]} and {now[1]}"
+                )
+            try:
+                data = memoryview(self._call(result.bytes))
+                break
+            except OSError:
+                # Without an ETag obstore does not continue a body that was cut.
+                if result.meta["e_tag"] or attempt == self._patience.max_retries:
+                    raise
+                time.sleep(min(self._patience.max_wait_s, self._patience.first_wait_s * 2**attempt) * random.random())
         if len(data) != len(buffer):
             raise OSError(f"{self.location} gave {len(data)} of {len(buffer)} bytes from byte {offset} on")
         buffer[:] = data
@@ -134,9 +143,9 @@ ByteSource = LocalFile | RemoteFile
 def open_source(
     location: str | Path, patience: Patience | None = None, pinned: tuple[int, str | None] | None = None
 ) -> ByteSource:
-    """Open a file for reading by ranges; it has `location`, `size` in bytes and `etag` (None if it has none).
+    """Open a file for reading by ranges; it has `location`, `size` in bytes and `version` (None for a local one).
 
-    pinned: (size, etag) that another process found: the file must still be that one, and a remote one is not asked.
+    pinned: (size, version) that another process found: the file must still be that one, and a remote one is not asked.
     Raises: FileNotFoundError; SourceChangedError if a local file has another size than the pinned one; OSError.
     """
     location = str(location)
@@ -158,6 +167,11 @@ def is_remote(location: str | Path) -> bool:
     if separator and scheme not in REMOTE_SCHEMES:
         raise ValueError(f"{location}: no reader for {scheme}://; use a local path or {', '.join(REMOTE_SCHEMES)}")
     return bool(separator)
+
+
+def _version(meta: dict) -> tuple[int, str]:
+    """Return the size in bytes and what else tells two versions of a remote file apart."""
+    return meta["size"], meta["e_tag"] or str(meta["last_modified"])
 
 
 def _split(location: str) -> tuple[str, str]:
