@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from model.attention import JointAttention
 from model.layout import PackedLayout
+from model.modulation import EPS, Modulation
 from model.rope import rotary_factors
 
-_EPS = 1e-6
 _TIME_CHANNELS = 256
 
 
@@ -79,38 +79,6 @@ class MMDiTConfig:
         return content
 
 
-class _ExpandRows(torch.autograd.Function):
-    """Give every token its sample's row; the backward sums in one matrix product: deterministic, float32 inside."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, index: Tensor, membership: Tensor) -> Tensor:
-        ctx.save_for_backward(membership)
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (membership,) = ctx.saved_tensors
-        return membership.to(grad.dtype) @ grad, None, None
-
-
-@dataclass(frozen=True, eq=False)
-class Modulation:
-    """What the blocks need to modulate one stream: the activated conditioning and which row each token takes."""
-
-    conditioning: Tensor  # (R, D): silu(time embedding), R = B, or 2 B with zero_cond_t
-    index: Tensor  # (tokens,) int64 in [0, R)
-    membership: Tensor  # (R, tokens) float32, the one-hot of `index`
-
-    def chunks(self, linear: nn.Module, num: int) -> tuple[Tensor, ...]:
-        """Return `num` modulation tensors, each (tokens, D)."""
-        return _ExpandRows.apply(linear(self.conditioning), self.index, self.membership).chunk(num, dim=-1)
-
-
-def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Normalise each token without affine, then scale and shift it.  All (tokens, D)."""
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=_EPS), 1 + scale)
-
-
 class _GELU(nn.Module):
     def __init__(self, dim: int, inner: int):
         super().__init__()
@@ -153,18 +121,19 @@ class MMDiTBlock(nn.Module):
         layout: PackedLayout,
     ) -> tuple[Tensor, Tensor | None]:
         """img: (I, D), txt: (T, D) → the same; None for the last block's text."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = img_modulation.chunks(self.img_mod, 6)
-        txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = txt_modulation.chunks(self.txt_mod, 6)
+        img_mod, txt_mod = img_modulation, txt_modulation
+        shift1, scale1, gate1, shift2, scale2, gate2 = img_mod.rows(self.img_mod, 6)
+        txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = txt_mod.rows(self.txt_mod, 6)
 
         img_attn, txt_attn = self.attn(
-            _modulate(img, shift1, scale1), _modulate(txt, txt_shift1, txt_scale1), rotary, layout
+            img_mod.norm(img, shift1, scale1), txt_mod.norm(txt, txt_shift1, txt_scale1), rotary, layout
         )
-        img = torch.addcmul(img, gate1, img_attn)
-        img = torch.addcmul(img, gate2, self.img_mlp(_modulate(img, shift2, scale2)))
+        img = img_mod.add_gated(img, gate1, img_attn)
+        img = img_mod.add_gated(img, gate2, self.img_mlp(img_mod.norm(img, shift2, scale2)))
         if self.is_last:
             return img, None
-        txt = torch.addcmul(txt, txt_gate1, txt_attn)
-        txt = torch.addcmul(txt, txt_gate2, self.txt_mlp(_modulate(txt, txt_shift2, txt_scale2)))
+        txt = txt_mod.add_gated(txt, txt_gate1, txt_attn)
+        txt = txt_mod.add_gated(txt, txt_gate2, self.txt_mlp(txt_mod.norm(txt, txt_shift2, txt_scale2)))
         return img, txt
 
 
@@ -198,8 +167,8 @@ class _NormOut(nn.Module):
         self.linear = nn.Linear(dim, 2 * dim)
 
     def forward(self, img: Tensor, modulation: Modulation) -> Tensor:
-        scale, shift = modulation.chunks(self.linear, 2)
-        return _modulate(img, shift, scale)
+        scale, shift = modulation.rows(self.linear, 2)
+        return modulation.norm(img, shift, scale)
 
 
 class MMDiT(nn.Module):
@@ -210,7 +179,7 @@ class MMDiT(nn.Module):
         self.config = config
         dim = config.width
         self.time_text_embed = _TimeTextEmbed(dim)
-        self.txt_norm = nn.RMSNorm(config.joint_attention_dim, eps=_EPS)
+        self.txt_norm = nn.RMSNorm(config.joint_attention_dim, eps=EPS)
         self.img_in = nn.Linear(config.in_channels, dim)
         self.txt_in = nn.Linear(config.joint_attention_dim, dim)
         if config.num_languages:
