@@ -30,6 +30,7 @@ from model.layout import PackedLayout, fill_batch
 from model.mmdit import MMDiT, MMDiTConfig, init_parameter
 from model.mmdit_plan import (
     ATTENTIONS,
+    FLOAT8_PARTS,
     FSDP_UNITS,
     SEQUENCE_PARALLEL_PLAN,
     TENSOR_PARALLEL_PLAN,
@@ -262,12 +263,12 @@ def main(cfg: Config) -> None:
     with torch.device("meta"):
         model = MMDiT(model_config)
     num_parameters = sum(p.numel() for p in model.parameters())
+    if cfg.float8:
+        apply_float8(model, FLOAT8_PARTS, device)
     weights = weights_mesh(mesh)
     by_rows = cfg.tp_sequence_parallel
     apply_tensor_parallel(model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
     apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
-    if cfg.float8:
-        apply_float8(model, FSDP_UNITS, device)
     apply_activation_checkpointing(model, FSDP_UNITS, cfg.activation_checkpointing)
     if cfg.compile:
         compile_units(model, FSDP_UNITS)

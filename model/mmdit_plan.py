@@ -83,3 +83,10 @@ def shard_inputs(
 
 # Fully sharded data parallelism: each match is one unit, gathered and freed as a whole; the rest is the last unit.
 FSDP_UNITS: tuple[str, ...] = ("transformer_blocks.*",)
+
+# Float8: the parts whose matrix products may be rounded.  The modulation, few rows at a time, would gain nothing.
+FLOAT8_PARTS: tuple[str, ...] = (
+    "transformer_blocks.*.attn",
+    "transformer_blocks.*.img_mlp",
+    "transformer_blocks.*.txt_mlp",
+)

@@ -120,6 +120,21 @@ def test_everything_a_run_should_leave(cache, tmp_path):
     assert "--lr" in other and "another configuration" in other and "Traceback" not in other
 
 
+def test_switches_through_the_command_line(cache, tmp_path):
+    """They learn what a plain run learns, save for rounding; muon, another optimizer, starts from the same loss."""
+    plain, switched, muon = (tmp_path / name for name in ("plain", "switched", "muon"))
+    train(cache, plain, "--num_steps", "3")
+    train(
+        cache, switched, "--num_steps", "3", "--activation_checkpointing", "selective", "--num_prefetch", "1",
+        "--cpu_offload", "--no_reshard_after_forward", ranks=2,
+    )  # fmt: skip
+    losses = [[m["loss"] for m in metrics(run)] for run in (plain, switched)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    train(cache, muon, "--num_steps", "2", "--save_every", "2", "--optimizer", "muon", ranks=2)
+    assert metrics(muon)[0]["loss"] == pytest.approx(losses[0][0], rel=1e-5)
+    assert any(name.endswith("momentum_buffer") for name in state(muon, 2))
+
+
 def test_own_shards_in_any_number(cache, tmp_path):
     """One shard on two ranks, fewer samples than a batch, and a bad sample: replaced, named, and within its budget."""
     shard = write_shard(tmp_path / "mine.tar", simple_samples(6))
@@ -145,6 +160,10 @@ def test_own_shards_in_any_number(cache, tmp_path):
         (["--model", "nowhere"], ["nowhere"]),
         (["--data", "nothing/*.tar"], ["no shards match", "nothing/*.tar"]),
         (["--no_such_flag", "1"], ["no_such_flag"]),
+        (["--float8"], ["--float8 needs a GPU", "leave it out"]),
+        (["--optimizer", "sgd"], ["--optimizer must be one of", "adamw"]),
+        (["--activation_checkpointing", "some"], ["--activation_checkpointing", "some", "selective"]),
+        (["--reduce_dtype", "float16"], ["--reduce_dtype", "float16"]),
         (["--lr_schedule", "linear"], ["lr_schedule", "linear", "cosine"]),
         (["--max_tokens_per_micro_batch", "8"], ["8", "max_tokens_per_micro_batch"]),
     ],
