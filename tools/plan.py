@@ -47,6 +47,7 @@ class Config:
     dp_shard: int = -1  # -1 = all ranks that are left
     cp: int = 1
     tp: int = 1
+    tp_sequence_parallel: bool = False  # the search takes it with every tp
     dtype: str = "bfloat16"
     reduce_dtype: str = "float32"
     reshard_after_forward: bool = True
@@ -93,6 +94,7 @@ def base_settings(cfg: Config) -> StepSettings:
         reduce_dtype=_DTYPES[cfg.reduce_dtype],
         reshard_after_forward=cfg.reshard_after_forward,
         activation_checkpointing=cfg.activation_checkpointing,
+        tp_sequence_parallel=cfg.tp_sequence_parallel,
         ema=cfg.ema,
     )
 

@@ -68,6 +68,8 @@ def plan_step(settings: StepSettings) -> PlannedStep:
     different = 3 if settings.dp_replicate > 1 else 2
     traced = replace(settings, accumulate=min(settings.accumulate, different))
     depth = settings.model.num_layers
+    if settings.activation_checkpointing.startswith("every_"):
+        raise ValueError("a plan needs blocks that are alike: --activation_checkpointing none, selective or full")
     if depth <= SHALLOW + 1:
         step = _whole(trace_step(traced))
     else:

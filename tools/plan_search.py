@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from model.mmdit import MMDiT
-from parallel.activation_checkpointing import MODES
 from tools.plan_depth import PlannedStep, plan_step
 from tools.plan_step import StepSettings
 
+_CHECKPOINTING = ("none", "selective", "full")  # from what keeps most to what keeps least
 _STATE_BYTES = 16  # of a parameter on its rank: float32 weight, gradient and two AdamW moments; EMA adds 4
 
 
@@ -48,6 +48,7 @@ def candidates(base: StepSettings, gpus: int, gpus_per_node: int, global_batch_s
                         dp_shard=data_ranks // dp_replicate,
                         cp=cp,
                         tp=tp,
+                        tp_sequence_parallel=tp > 1,
                         reshard_after_forward=reshard,
                         accumulate=global_batch_size // (data_ranks * len(base.txt_lens)),
                     )
@@ -64,7 +65,7 @@ def search(settings: Sequence[StepSettings], limit_bytes: int, num_processes: in
 def _plan(settings: StepSettings, limit_bytes: int) -> Candidate:
     if (floor := least_bytes(settings)) > limit_bytes:
         return Candidate(settings, None, f"weights and optimizer alone need {floor / 2**30:.0f} GiB")
-    for mode in MODES:  # from the one that keeps most to the one that keeps least
+    for mode in _CHECKPOINTING:
         chosen = replace(settings, activation_checkpointing=mode)
         try:
             step = plan_step(chosen)
@@ -79,9 +80,10 @@ def least_bytes(settings: StepSettings) -> int:
     """Return what a rank holds at the end of a backward pass whatever the activations are."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in MMDiT(settings.model).parameters())
-    states = parameters * (_STATE_BYTES + 4 * settings.ema) // (settings.dp_shard * settings.tp)
+    num_shards = settings.dp_shard * settings.cp * settings.tp
+    states = parameters * (_STATE_BYTES + 4 * settings.ema) // num_shards
     # Without resharding every gathered weight is there at the end of the forward pass, but no gradient need be.
-    gathered = parameters * settings.dtype.itemsize // settings.tp - 4 * parameters // (settings.dp_shard * settings.tp)
+    gathered = parameters * settings.dtype.itemsize // settings.tp - 4 * parameters // num_shards
     return states + (0 if settings.reshard_after_forward else gathered)
 
 

@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from model import flow
 from model.layout import PackedLayout
 from model.mmdit import MMDiT, MMDiTConfig
-from model.mmdit_plan import FSDP_UNITS, TENSOR_PARALLEL_PLAN
+from model.mmdit_plan import ATTENTIONS, FSDP_UNITS, SEQUENCE_PARALLEL_PLAN, TENSOR_PARALLEL_PLAN, shard_inputs
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.context_parallel import apply_token_parallel
 from parallel.fake_world import cuda_branches, fake_tensors, fake_world
 from parallel.fsdp import shard_model
 from parallel.grad_norm import clip_grad_norm
-from parallel.mesh import build_mesh
+from parallel.mesh import build_mesh, weights_mesh
 from parallel.module_patterns import matching_modules
 from parallel.step_trace import StepTrace, local_tensors
 from parallel.tensor_parallel import apply_tensor_parallel
@@ -36,6 +37,7 @@ class StepSettings:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    tp_sequence_parallel: bool = False
     grids: tuple[tuple[tuple[int, int, int], ...], ...] = (((1, 64, 64),),)  # of a micro-batch; see PackedLayout
     txt_lens: tuple[int, ...] = (200,)
     accumulate: int = 1  # micro-batches a step
@@ -79,9 +81,11 @@ class TrainingState:
         self.settings = settings
         with torch.device("meta"):
             self.model = MMDiT(settings.model)
-        apply_tensor_parallel(self.model, TENSOR_PARALLEL_PLAN, mesh["tp"])
+        weights, by_rows = weights_mesh(mesh), settings.tp_sequence_parallel
+        apply_tensor_parallel(self.model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
+        apply_token_parallel(self.model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
         apply_activation_checkpointing(self.model, FSDP_UNITS, settings.activation_checkpointing)
-        shard_model(self.model, FSDP_UNITS, mesh, settings.dtype, settings.reduce_dtype, settings.reshard_after_forward)
+        shard_model(self.model, FSDP_UNITS, weights, settings.dtype, settings.reduce_dtype, settings.reshard_after_forward)
 
     def materialize(self, device: torch.device | str) -> None:
         """Allocate parameters, optimizer states and EMA."""
@@ -133,13 +137,6 @@ class TrainingState:
                 self.ema.update(1)
         # Once more: FSDP's own operators may have been given them.
         return num_bytes | {kind: adopt(kind, tensors) for kind, tensors in self.tensors().items()}
-
-    def _losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each sample, (B,) float32, as the training script's `sample_losses`."""
-        x_t = flow.interpolate(batch.x0, batch.noise, batch.t, batch.layout)
-        language = batch.language if self.settings.model.num_languages else None
-        velocity = self.model(x_t, batch.txt, batch.t, batch.layout, language)
-        return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout)
 
 
 def make_batch(settings: StepSettings, device: torch.device | str = "cpu") -> Batch:
