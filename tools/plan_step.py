@@ -81,11 +81,11 @@ class TrainingState:
         self.settings = settings
         with torch.device("meta"):
             self.model = MMDiT(settings.model)
-        weights, by_rows = weights_mesh(mesh), settings.tp_sequence_parallel
+        weights, by_rows, dtype = weights_mesh(mesh), settings.tp_sequence_parallel, settings.dtype
         apply_tensor_parallel(self.model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
         apply_token_parallel(self.model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
         apply_activation_checkpointing(self.model, FSDP_UNITS, settings.activation_checkpointing)
-        shard_model(self.model, FSDP_UNITS, weights, settings.dtype, settings.reduce_dtype, settings.reshard_after_forward)
+        shard_model(self.model, FSDP_UNITS, weights, dtype, settings.reduce_dtype, settings.reshard_after_forward)
 
     def materialize(self, device: torch.device | str) -> None:
         """Allocate parameters, optimizer states and EMA."""
