@@ -134,7 +134,9 @@ def measure(load: Callable[[nn.Module, Path], None], model: nn.Module, folder: P
 
 def resident_bytes(model: nn.Module) -> int:
     """Return this process's resident size, once it has given back the model's memory and what else it does not use."""
-    model.to_empty(device="meta")
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.to_local().untyped_storage().resize_(0)  # FSDP holds the storage too, so it would not go
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return 1024 * _kernel("status", "VmRSS")

@@ -99,6 +99,7 @@ def test_whole_on_one_process(folder):
     model = Toy()
     assert load_weights(model, folder) == expected.keys()
     assert all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
+    assert all(p.untyped_storage().resizable() for p in model.parameters())  # as before
     files = weight_files(folder)
     assert files.keys() == expected.keys() and all(n in load_file(file) for n, file in files.items())
 
