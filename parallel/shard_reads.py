@@ -1,5 +1,6 @@
 """Reads that fill this rank's shards from safetensors files: which byte ranges, and into which memory."""
 
+import ctypes
 import math
 import threading
 from collections.abc import Iterable, Iterator
@@ -157,8 +158,9 @@ def _copy(target: Tensor, values: Tensor) -> None:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    """Return the bytes of a contiguous CPU tensor, which has to outlive the view."""
+    # Not through numpy: a tensor that numpy has seen can never be resized again, which sharding libraries do.
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _buffer(scratch: threading.local, num_bytes: int) -> Tensor:
