@@ -17,6 +17,7 @@ _COLOURS = {
     "gathered": "#f0e442",
     "activations": "#e69f00",
     "backward": "#d55e00",
+    "batch": "#555555",
     "other": "#999999",
     "encoders": "#cc79a7",
 }
