@@ -67,13 +67,12 @@ def measure(settings: StepSettings) -> Measured:
     with torch.no_grad():  # what was in the memory before may be slow to compute with
         for tensor in state.tensors()["parameters"]:
             tensor.normal_(std=0.02)
-    batches = [make_batch(settings) for _ in range(settings.accumulate)]
-    state.step(batches)
+    state.step(lambda: make_batch(settings))
     trace = make_trace(state, settings)
     with trace.following():
-        num_bytes = state.step(batches, trace)
+        num_bytes = state.step(lambda: make_batch(settings), trace)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        state.step(batches)
+        state.step(lambda: make_batch(settings))
     return Measured(num_bytes, sum_collectives(trace), step_bytes(trace, num_bytes), allocator_peak(profiler))
 
 

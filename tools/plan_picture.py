@@ -17,6 +17,7 @@ _COLOURS = {
     "gathered": "#f0e442",
     "activations": "#e69f00",
     "backward": "#d55e00",
+    "batch": "#555555",
     "other": "#999999",
     "encoders": "#cc79a7",
 }
@@ -29,7 +30,7 @@ def draw_plans(path: str | Path, reports: Sequence[Report], title: str) -> None:
     limit = reports[0].around.device.memory_gib
     reserve = reports[0].around.reserve_bytes / 2**30
     top = max(limit, *(sum(r.bars().values()) for r in reports)) * 1.08
-    width, height = max(480, _LEFT + len(reports) * (_BAR + _GAP) + _RIGHT), _TOP + _HEIGHT + 100
+    width, height = max(480, _LEFT + len(reports) * (_BAR + _GAP) + _RIGHT), _TOP + _HEIGHT + 118
     canvas = Image.new("RGB", (width * _SCALE, height * _SCALE), "white")
     draw = ImageDraw.Draw(canvas)
 
@@ -57,10 +58,15 @@ def draw_plans(path: str | Path, reports: Sequence[Report], title: str) -> None:
             filled += bars[name]
         middle, s = x + _BAR / 2, report.settings
         text(middle, y_of(filled) - 10, f"{filled:.0f}", 13, colour="#222222" if report.fits else "#cc0000")
-        labels = (mesh_name(s).replace(" ", ""), s.activation_checkpointing, "" if s.reshard_after_forward else "kept")
+        labels = (
+            mesh_name(s).replace(" ", ""),
+            str(sum(s.attention_lens)),
+            s.activation_checkpointing,
+            "yes" if s.reshard_after_forward else "no",
+        )
         for line, label in enumerate((*labels, f"{report.expected.mfu:.0%}")):
             text(middle, _TOP + _HEIGHT + 14 + 17 * line, label, 12)
-    for line, label in enumerate(("mesh", "recompute", "gathered", "MFU")):
+    for line, label in enumerate(("mesh", "tokens", "recompute", "reshard", "MFU")):
         text(_LEFT - 10, _TOP + _HEIGHT + 14 + 17 * line, label, 12, "rm", "#555555")
     for gib, words, colour in ((limit, f"{limit:.0f} GiB device", "#cc0000"), (limit - reserve, "usable", "#777777")):
         box(_LEFT - 4, y_of(gib) - 0.75, right, y_of(gib) + 0.75, colour)

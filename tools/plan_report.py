@@ -20,6 +20,7 @@ KINDS = {
     "unsharded": "gathered",
     "activations": "activations",
     "backward": "backward",
+    "batch": "batch",
     "other": "other",
 }
 

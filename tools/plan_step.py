@@ -1,6 +1,6 @@
 """The step that a plan is about: the training script's model, mesh, optimizer and loss, traced on one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 
@@ -73,6 +73,10 @@ class Batch:
     weight: Tensor  # (B,) float32
     language: Tensor  # (B,) int64
 
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor, those of the layout included."""
+        return [t for value in (self, self.layout) for t in vars(value).values() if isinstance(t, Tensor)]
+
 
 class TrainingState:
     """Model, optimizer and EMA as section 4 and 5 of the training script make them; nothing has values yet."""
@@ -113,14 +117,17 @@ class TrainingState:
         """Return this rank's gradients."""
         return local_tensors(p.grad for p in self.model.parameters() if p.grad is not None)
 
-    def step(self, batches: Sequence[Batch], trace: StepTrace | None = None) -> dict[str, int]:
+    def step(self, next_batch: Callable[[], Batch], trace: StepTrace | None = None) -> dict[str, int]:
         """Run one optimizer step as section 7 of the training script does.  Returns bytes by kind, if traced."""
         phase = trace.phase if trace else lambda *_: nullcontext()
         adopt = trace.memory.adopt if trace else lambda *_: 0
         for kind, tensors in self.tensors().items():
             adopt(kind, tensors)
-        for i, batch in enumerate(batches):
-            self.model.set_requires_all_reduce(i == len(batches) - 1)
+        last = self.settings.accumulate - 1
+        for i in range(last + 1):
+            batch = next_batch()
+            adopt("batch", batch.tensors())
+            self.model.set_requires_all_reduce(i == last)
             with phase(i, "forward"):
                 losses = self._losses(batch) * batch.weight
             with phase(i, "backward"):
@@ -129,7 +136,7 @@ class TrainingState:
         num_bytes = {"gradients": adopt("gradients", self.gradients())}
         if trace:  # once outside of it: DTensor learns what an operator returns by a trial run on whole tensors
             self.optimizer.step()
-        with phase(len(batches) - 1, "optimizer"):
+        with phase(last, "optimizer"):
             clip_grad_norm(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -173,9 +180,8 @@ def trace_step(settings: StepSettings, rank: int = 0) -> TracedStep:
         trace = make_trace(state, settings, granularity)
         with fake:
             state.materialize("cpu")
-            batches = [_faked(batch, fake) for _ in range(settings.accumulate)]
             with cuda_branches() if settings.cuda else nullcontext(), trace.following():
-                num_bytes = state.step(batches, trace)
+                num_bytes = state.step(lambda: _faked(batch, fake), trace)
         return TracedStep(settings, num_bytes, trace)
 
 
