@@ -280,7 +280,8 @@ def test_the_licence_is_that_of_the_weights_it_began_with(run, released, tmp_pat
     export.main(export.Config(str(run), str(tmp_path / "out"), model=str(model)))
     assert "license: apache-2.0\n" in (tmp_path / "out/README.md").read_text()
     assert (tmp_path / "out/LICENSE").read_text() == "the licence"
-    export.main(export.Config(str(run), str(tmp_path / "other")))
+    (model / "README.md").write_text("# A model whose card states nothing\n")
+    export.main(export.Config(str(run), str(tmp_path / "other"), model=str(model)))
     assert "license: unknown\n" in (tmp_path / "other/README.md").read_text()
 
 

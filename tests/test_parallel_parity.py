@@ -5,6 +5,7 @@ The reference uses nothing of `parallel`: the bare network, torch's AdamW and cl
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from utils.random_streams import torch_generator
 
 CONFIG = MMDiTConfig(
     num_layers=2, attention_head_dim=8, num_attention_heads=4, joint_attention_dim=12, in_channels=8, out_channels=2,
-    axes_dims_rope=(2, 2, 4), num_languages=3, zero_cond_t=True,
+    axes_dims_rope=(2, 2, 4), num_languages=3,
 )  # fmt: skip
 # A global batch of mixed sizes: (image grids, text tokens); the fourth has a reference.
 SAMPLES = [
@@ -69,9 +70,9 @@ def losses(model, chosen: list[int], step: int, dtype: torch.dtype) -> torch.Ten
     return flow.loss_per_sample(velocity, noise - x0, layout)
 
 
-def reference(dtype: torch.dtype) -> dict:
+def reference(dtype: torch.dtype, zero_cond_t: bool = False) -> dict:
     """Train on one process with plain PyTorch."""
-    model = MMDiT(CONFIG).to(dtype)
+    model = MMDiT(replace(CONFIG, zero_cond_t=zero_cond_t)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             init(name, parameter)
@@ -106,12 +107,13 @@ def train(
     checkpointing: str = "none",
     reshard: bool = True,
     sequence_parallel: bool = False,
+    zero_cond_t: bool = False,
 ) -> dict:
     """Train on this rank's part of the mesh, as the training script does."""
     mesh = build_mesh("cpu", *mesh_sizes)
     data_rank, num_data_ranks = data_parallel(mesh)
     with torch.device("meta"):
-        model = MMDiT(CONFIG).to(dtype)
+        model = MMDiT(replace(CONFIG, zero_cond_t=zero_cond_t)).to(dtype)
     weights = weights_mesh(mesh)
     apply_tensor_parallel(model, SEQUENCE_PARALLEL_PLAN if sequence_parallel else TENSOR_PARALLEL_PLAN, weights["tp"])
     tokens_tp = weights["tp"] if sequence_parallel else None
@@ -205,3 +207,10 @@ def test_accumulation_and_checkpointing_change_nothing():
     assert len({result["num_micro"] for result in results}) > 2
     for result in results:
         assert_equal(result, expected, 1e-10)
+
+
+def test_references_at_time_zero_on_a_mesh_of_all_kinds():
+    """Their tokens take other rows of the modulation than the targets', also where a rank has some tokens only."""
+    case = dict(mesh_sizes=(1, 1, 2, 2), dtype=torch.float64, sequence_parallel=True, zero_cond_t=True)
+    (result,) = run_ranks(train_on_ranks, 4, [case])[0]
+    assert_equal(result, reference(torch.float64, zero_cond_t=True), 1e-10)
