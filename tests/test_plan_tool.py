@@ -37,10 +37,11 @@ def measure_on_ranks(rank: int, world_size: int, cases: list[StepSettings]) -> l
 
 
 def test_a_plan_is_what_four_processes_do():
-    large = {"grids": (((1, 16, 16),),) * 2, "txt_lens": (40, 50)}  # else the kernels' own scratch memory weighs in
+    large = {"grids": (((1, 16, 16),),) * 2, "txt_lens": (40, 50)}
     cases = [
         replace(ON_CPU, **large, dp_shard=2, tp=2, activation_checkpointing="none", accumulate=2),
         replace(ON_CPU, **large, dp_shard=4, dtype=torch.bfloat16, activation_checkpointing="full"),
+        replace(ON_CPU, **large, cp=2, tp=2, tp_sequence_parallel=True, activation_checkpointing="selective"),
         replace(ON_CPU, dp_replicate=2, dp_shard=2, accumulate=3, reshard_after_forward=False),
     ]
     for rank, results in enumerate(run_ranks(measure_on_ranks, 4, cases)):
@@ -51,10 +52,17 @@ def test_a_plan_is_what_four_processes_do():
             assert plan.num_bytes == real.num_bytes
             assert min(real.num_bytes.values()) > 0
             assert sum_collectives(plan.trace) == real.collectives
-            planned = step_bytes(plan.trace, plan.num_bytes)
-            assert planned == real.traced_peak
-            if settings.grids == large["grids"]:
-                assert planned == pytest.approx(real.allocator_peak, rel=0.05)
+            assert step_bytes(plan.trace, plan.num_bytes) == real.traced_peak
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_the_peak_is_the_allocators(checkpointing):
+    """On one process: with several, gloo's own buffers come and go in the allocator as its threads happen to run."""
+    large = {"grids": (((1, 16, 16),),) * 2, "txt_lens": (40, 50)}  # else the kernels' own scratch memory weighs in
+    settings = replace(ON_CPU, **large, activation_checkpointing=checkpointing)
+    plan = trace_step(settings)
+    ((real,),) = run_ranks(measure_on_ranks, 1, [settings])
+    assert step_bytes(plan.trace, plan.num_bytes) == pytest.approx(real.allocator_peak, rel=0.05)
 
 
 def whole(step: TracedStep) -> PlannedStep:
