@@ -188,7 +188,7 @@ case ${1:-} in
         ;;
     "")
         set_up requirements.txt
-        # The default model is tiny: copies of it talk once a step, shards of it several times a block.
+        # The default model is tiny: copies of it only sum gradients, shards of it also gather weights (docs/notes.md).
         launch train_mmdit.py --dp_replicate=-1 --dp_shard=1
         ;;
     *.py)
