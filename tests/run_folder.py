@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from model.mmdit import MMDiT, MMDiTConfig
-from model.mmdit_plan import FSDP_UNITS, TENSOR_PARALLEL_PLAN
+from model.mmdit_plan import FSDP_UNITS, SEQUENCE_PARALLEL_PLAN, TENSOR_PARALLEL_PLAN
 from parallel import checkpoint
 from parallel.fsdp import shard_model
-from parallel.mesh import build_mesh
+from parallel.mesh import build_mesh, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import load_weights
 
@@ -31,20 +31,22 @@ def make_run(run: Path, model: Path, tensors: dict[str, torch.Tensor], steps: tu
     return run
 
 
-def make_runs_on_meshes(rank, world_size, meshes: list[tuple], models: dict[str, Path], folder: Path) -> None:
-    """Load each model's transformer on each mesh, as training does, and make the run folder/name-mesh of it.
+def make_runs_on_meshes(rank, world_size, cases: list[tuple], models: dict[str, Path], folder: Path) -> None:
+    """Load each model's transformer on each mesh, as training does, and make the run folder/name-case of it.
 
-    The raw weights are what was loaded, the average is its negative.
+    cases: (mesh sizes, whether with sequence parallelism).  The raw weights are what was loaded, the average is its
+    negative.
     """
-    for sizes in meshes:
-        mesh = build_mesh("cpu", *sizes)
+    for case in cases:
+        sizes, by_rows = case
+        mesh = weights_mesh(build_mesh("cpu", *sizes))
         for name, model in models.items():
             with torch.device("meta"):
                 network = MMDiT(SMALL)
-            apply_tensor_parallel(network, TENSOR_PARALLEL_PLAN, mesh["tp"])
+            apply_tensor_parallel(network, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, mesh["tp"])
             shard_model(network, FSDP_UNITS, mesh, torch.float32, torch.float32, True)
             network.to_empty(device="cpu")
             load_weights(network, model / "transformer")
             tensors = {f"model.{n}": p.detach() for n, p in network.named_parameters()}
             tensors |= {f"ema.{n}": -p.detach() for n, p in network.named_parameters()}
-            make_run(folder / f"{name}-{sizes}", model, tensors)
+            make_run(folder / f"{name}-{case}", model, tensors)

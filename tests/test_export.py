@@ -1,68 +1,37 @@
-"""Export: bit for bit what was loaded, whole or absent, in little memory, and drawing in diffusers what we draw."""
+"""Export: bit for bit what was loaded, whole or absent, in little memory."""
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from PIL import Image
+from diffusers import QwenImageTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import train_mmdit
-from model.layout import PackedLayout
-from model.mmdit import MMDiT, MMDiTConfig
-from model.sampling import SamplerSettings
+from model.mmdit import MMDiT
 from parallel.safetensors_writer import TensorSpec, write_sharded
 from parallel.weights import read_safetensors
+from tests.released_folder import TINY, make_released, same_bytes, weights_of
 from tests.run_folder import SMALL, make_run, make_runs_on_meshes
 from tests.spawn import run_ranks
-from tools import export, sample
+from tools import export
 from utils.config import parse
 from utils.random_streams import torch_generator
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TINY = REPOSITORY / "assets/tiny"
-MESHES = {1: [(1, 1, 1, 1)], 2: [(1, 2, 1, 1), (1, 1, 1, 2)], 4: [(1, 2, 1, 2), (2, 2, 1, 1)]}
+# Number of ranks → every (dp_replicate, dp_shard, cp, tp) that makes it.
+MESHES = {n: [m for m in itertools.product((1, 2, 4), repeat=4) if math.prod(m) == n] for n in (1, 2, 4)}
+# With and without sequence parallelism, under which other weights are replicated.
+MESHES = {n: [(m, by_rows) for m in meshes for by_rows in {False, m[3] > 1}] for n, meshes in MESHES.items()}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-# ---- What the tests begin with --------------------------------------------------------------------------------------
-
-
-def make_released(folder: Path, config: MMDiTConfig, dtype: torch.dtype = torch.float32) -> Path:
-    """Make a folder in the released layout, its random transformer saved by diffusers in several files."""
-    shutil.copytree(TINY, folder)
-    torch.manual_seed(0)
-    settings = {k: v for k, v in config.to_json().items() if k != "_class_name"}
-    network = QwenImageTransformer2DModel(**settings)
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    network.to(dtype).save_pretrained(folder / "transformer", max_shard_size="40KB")
-    return folder
-
-
-def weights_of(model: Path, kind: str = "ema") -> dict[str, torch.Tensor]:
-    prefix = {"ema": "ema.", "raw": "model."}[kind]
-    return {prefix + name: tensor for name, tensor in read_safetensors(model / "transformer").items()}
-
-
-def same_bytes(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    def content(tensors):
-        return {
-            n: (t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-            for n, t in tensors.items()
-        }
-
-    return content(a) == content(b)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +54,9 @@ def run(released, tmp_path_factory):
 def test_what_was_loaded_on_any_mesh_is_exported_bit_for_bit(tmp_path, world_size):
     released = {name: make_released(tmp_path / name, SMALL, dtype) for name, dtype in DTYPES.items()}
     run_ranks(make_runs_on_meshes, world_size, MESHES[world_size], released, tmp_path)
-    for sizes in MESHES[world_size]:
+    for case in MESHES[world_size]:
         for dtype, model in released.items():
-            run, output = tmp_path / f"{dtype}-{sizes}", tmp_path / f"out-{dtype}-{sizes}"
+            run, output = tmp_path / f"{dtype}-{case}", tmp_path / f"out-{dtype}-{case}"
             kind, sign = ("raw", 1) if dtype == "bfloat16" else ("ema", -1)
             export.main(export.Config(str(run), str(output), weights=kind, dtype=dtype, max_shard_gb=4e-5))
             original = {name: sign * tensor for name, tensor in read_safetensors(model / "transformer").items()}
@@ -134,155 +103,6 @@ def test_shards_are_as_small_as_asked_and_any_reader_opens_them(tmp_path):
     index = json.loads((tmp_path / "weights.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in tensors.values())
     assert index["weight_map"].keys() == tensors.keys()
-
-
-# ---- The language embedding -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bilingual(released, tmp_path):
-    """A run with a language embedding, and its network."""
-    config = dataclasses.replace(SMALL, num_languages=3)
-    network = MMDiT(config)
-    random = torch_generator(0, 0, "bilingual", "test")
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.normal_(std=0.2, generator=random)
-    tensors = {f"ema.{name}": parameter.detach() for name, parameter in network.named_parameters()}
-    return make_run(tmp_path / "bilingual", released, tensors), network
-
-
-@pytest.mark.parametrize("row, language", [(0, "zh"), (1, "en"), (2, "other")])
-def test_a_built_in_language_is_the_network_for_that_language(bilingual, tmp_path, row, language):
-    run, network = bilingual
-    export.main(export.Config(str(run), str(tmp_path / "out"), dtype="float32", language=language))
-    opened = QwenImageTransformer2DModel.from_pretrained(tmp_path / "out/transformer", local_files_only=True)
-    random = torch_generator(0, 0, "language", "test")
-    img, txt = torch.randn(6, 8, generator=random), torch.randn(5, 9, generator=random)
-    layout, t = PackedLayout.build([[(1, 2, 3)]], [5]), torch.tensor([0.7])
-    with torch.no_grad():
-        ours = network(img, txt, t, layout, torch.tensor([row]))
-        other = network(img, txt, t, layout, torch.tensor([(row + 1) % 3]))
-        theirs = opened(
-            hidden_states=img[None], timestep=t, encoder_hidden_states=txt[None], img_shapes=[[(1, 2, 3)]],
-            encoder_hidden_states_mask=None, return_dict=False,
-        )[0][0]  # fmt: skip
-    assert (ours - theirs).abs().max() < 1e-4 * ours.abs().max()
-    assert (ours - other).abs().max() > 1e-2 * ours.abs().max()
-
-
-def test_a_language_embedding_is_never_lost(bilingual, run, released, tmp_path):
-    with pytest.raises(ValueError, match="--language"):
-        export.main(export.Config(str(bilingual[0]), str(tmp_path / "out")))
-    with pytest.raises(ValueError, match="no language embedding"):
-        export.main(export.Config(str(run), str(tmp_path / "out"), language="en"))
-    untrained = weights_of(released) | {"ema.language_embed.weight": torch.zeros(3, SMALL.width)}
-    made = make_run(tmp_path / "untrained", released, untrained)
-    export.main(export.Config(str(made), str(tmp_path / "out"), dtype="float32"))
-    assert same_bytes(read_safetensors(tmp_path / "out/transformer"), read_safetensors(released / "transformer"))
-
-
-# ---- A trained run, drawn by us and by diffusers --------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Three steps from a tiny transformer with random weights."""
-    folder = tmp_path_factory.mktemp("trained")
-    model = make_released(folder / "model", MMDiTConfig.from_folder(TINY / "transformer"))
-    config = train_mmdit.Config(
-        model=str(model), run_folder=str(folder / "run"), cache_folder=str(folder / "cache"), num_steps=3,
-        global_batch_size=4, max_tokens_per_micro_batch=200, warmup_steps=1, eval_every=3, eval_samples=2,
-        sample_every=0, save_every=3,
-    )  # fmt: skip
-    train_mmdit.main(config)
-    return folder / "run"
-
-
-def test_diffusers_draws_the_pictures_that_we_draw(trained, tmp_path):
-    folder = tmp_path / "exported"
-    export.main(export.Config(str(trained), str(folder), dtype="float32"))
-    prompts = ("dog face", "狗脸 @64x96", "a very long caption of a red apple beside a green pear, in the snow @128x64")
-    settings = {"prompt": prompts, "num_steps": 6, "cfg_scale": 3.0, "seed": 7, "dtype": "float32"}
-    sample.main(sample.Config(run=str(trained), output=str(tmp_path / "run"), **settings))
-    sample.main(sample.Config(model=str(folder), output=str(tmp_path / "folder"), **settings))
-    pipeline = QwenImagePipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
-
-    def draw(prompt: str, i: int) -> np.ndarray:
-        text, width, height = sample.split_size(prompt, 64, 64)
-        noise = torch.randn(16, height // 8, width // 8, generator=torch_generator(7, 0, i, "sample"))
-        latents = pipeline._pack_latents(noise[None], 1, 16, height // 8, width // 8)
-        picture = pipeline(
-            text, negative_prompt=" ", true_cfg_scale=3.0, num_inference_steps=6, height=height, width=width,
-            latents=latents,
-        ).images[0]  # fmt: skip
-        return np.asarray(picture).astype(int)
-
-    for i, prompt in enumerate(prompts):
-        theirs = draw(prompt, i)
-        for ours in ("run", "folder"):
-            picture = np.asarray(Image.open(tmp_path / ours / f"{i:03d}.png")).astype(int)
-            assert picture.shape == theirs.shape and abs(picture - theirs).max() <= 1
-    assert abs(draw(prompts[0], 0) - draw("pizza", 0)).max() > 10  # it listens to the prompt
-
-
-def test_the_folder_s_own_scheduler_is_heeded(trained, tmp_path):
-    folder = tmp_path / "exported"
-    export.main(export.Config(str(trained), str(folder), dtype="float32"))
-    path = folder / "scheduler/scheduler_config.json"
-    released = sample.sampler_settings(folder, 8, 1.0)
-    assert released == SamplerSettings(8, 1.0)
-    changed = json.loads(path.read_text()) | {"base_shift": 1.1, "shift_terminal": None, "base_image_seq_len": 100}
-    del changed["max_shift"], changed["max_image_seq_len"]  # what the library takes then is none of ours
-    path.write_text(json.dumps(changed))
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
-    tokens = 700
-    mu = calculate_shift(tokens, *(scheduler.config[name] for name in (
-        "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"
-    )))  # fmt: skip
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / 8, 8), mu=mu)
-    ours = sample.sampler_settings(folder, 8, 1.0).grid(tokens)
-    assert (ours - scheduler.sigmas).abs().max() < 1e-6 < (ours - released.grid(tokens)).abs().max()
-    path.write_text(json.dumps(changed | {"use_karras_sigmas": True}))
-    with pytest.raises(ValueError, match="use_karras_sigmas"):
-        sample.sampler_settings(folder, 8, 1.0)
-
-
-def test_the_card_of_a_trained_run(trained, tmp_path):
-    export.main(export.Config(str(trained), str(tmp_path / "out"), license="mit"))
-    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
-    assert card.startswith("---\nlicense: mit\nlibrary_name: diffusers\n")
-    metrics = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    val_loss = next(m["val_loss"] for m in metrics if m["step"] == 3 and "val_loss" in m)
-    facts = [
-        "| step | 3 |",
-        "| weights | ema |",
-        "| dtype | bfloat16 |",
-        "| samples seen | 12 |",
-        "| data | emoji-small |",
-    ]
-    facts += ["CC-BY 4.0", f"| validation loss | {val_loss:.4f} |", "| started from | model |", '"lr": 0.004']
-    facts += ["torch_dtype=torch.bfloat16", "| code | commit "]
-    assert not [fact for fact in facts if fact not in card]
-    assert json.loads((tmp_path / "out/export.json").read_text())["step"] == "3"
-    # What it tells its reader to type draws a picture, in the dtype of the export.
-    code, names = card.split("```python\n")[1].split("```")[0], {}
-    exec(code.replace("path/to/this/folder", str(tmp_path / "out")), names)
-    assert names["picture"].size == (64, 64) and names["pipeline"].transformer.dtype == torch.bfloat16
-
-
-def test_the_licence_is_that_of_the_weights_it_began_with(run, released, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(released, model)
-    (model / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Base\n")
-    (model / "LICENSE").write_text("the licence")
-    export.main(export.Config(str(run), str(tmp_path / "out"), model=str(model)))
-    assert "license: apache-2.0\n" in (tmp_path / "out/README.md").read_text()
-    assert (tmp_path / "out/LICENSE").read_text() == "the licence"
-    (model / "README.md").write_text("# A model whose card states nothing\n")
-    export.main(export.Config(str(run), str(tmp_path / "other"), model=str(model)))
-    assert "license: unknown\n" in (tmp_path / "other/README.md").read_text()
 
 
 # ---- Memory ---------------------------------------------------------------------------------------------------------
