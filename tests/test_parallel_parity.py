@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from data.pack import deal
@@ -24,6 +25,7 @@ from model.mmdit_plan import (
     shard_inputs,
 )
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.compile import compile_units
 from parallel.context_parallel import apply_token_parallel
 from parallel.fsdp import shard_model
 from parallel.grad_norm import clip_grad_norm
@@ -46,6 +48,8 @@ SAMPLES = [
 ]  # fmt: skip
 # Number of ranks → every (dp_replicate, dp_shard, cp, tp) that makes it.
 MESHES = {n: [m for m in itertools.product((1, 2, 4), repeat=4) if math.prod(m) == n] for n in (1, 2, 4)}
+CHECKPOINTING = ("none", "full", "every_2", "selective")
+FILL_TO = (48, 40, 9)  # image tokens, text tokens and samples of a compiled micro-batch: room for all of SAMPLES
 MAX_NORM = 0.5  # below the first norms, so that clipping is at work
 NUM_STEPS = 3
 
@@ -55,9 +59,9 @@ def init(name, parameter, generator=None):
     parameter.normal_(std=0.3, generator=torch_generator(7, 0, name, "parity"))
 
 
-def losses(model, chosen: list[int], step: int, dtype: torch.dtype) -> torch.Tensor:
+def losses(model, chosen: list[int], step: int, dtype: torch.dtype, fill_to: tuple | None = None) -> torch.Tensor:
     """Return the losses of some samples of a step's global batch; their numbers depend on the sample alone."""
-    layout = PackedLayout.build([SAMPLES[i][0] for i in chosen], [SAMPLES[i][1] for i in chosen])
+    layout = PackedLayout.build([SAMPLES[i][0] for i in chosen], [SAMPLES[i][1] for i in chosen], fill_to=fill_to)
     pieces = []
     for i in chosen:
         (grids, num_txt), random = SAMPLES[i], torch_generator(0, step, i, "parity")
@@ -66,8 +70,13 @@ def losses(model, chosen: list[int], step: int, dtype: torch.dtype) -> torch.Ten
         pieces.append([torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes])
     x0, noise, txt, normal = zip(*pieces, strict=True)
     x0, noise, txt, t = torch.cat(x0), torch.cat(noise), torch.cat(txt), torch.sigmoid(torch.stack(normal))
-    velocity = model(flow.interpolate(x0, noise, t, layout), txt, t, layout, torch.tensor(chosen) % 3)
-    return flow.loss_per_sample(velocity, noise - x0, layout)
+    language = torch.tensor(chosen) % 3
+    if fill_to is not None:
+        num_img, num_txt, num_samples = fill_to
+        x0, noise, txt = (F.pad(x, (0, 0, 0, n - len(x))) for x, n in ((x0, num_img), (noise, num_img), (txt, num_txt)))
+        t, language = (F.pad(x, (0, num_samples - len(chosen))) for x in (t, language))
+    velocity = model(flow.interpolate(x0, noise, t, layout), txt, t, layout, language)
+    return flow.loss_per_sample(velocity, noise - x0, layout)[: len(chosen)]
 
 
 def reference(dtype: torch.dtype, zero_cond_t: bool = False) -> dict:
@@ -108,8 +117,9 @@ def train(
     reshard: bool = True,
     sequence_parallel: bool = False,
     zero_cond_t: bool = False,
+    compiled: bool = False,
 ) -> dict:
-    """Train on this rank's part of the mesh, as the training script does."""
+    """Train on this rank's part of the mesh, as the training script does; compiled: traced, and run as graphs."""
     mesh = build_mesh("cpu", *mesh_sizes)
     data_rank, num_data_ranks = data_parallel(mesh)
     with torch.device("meta"):
@@ -119,6 +129,9 @@ def train(
     tokens_tp = weights["tp"] if sequence_parallel else None
     apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"], tokens_tp)
     apply_activation_checkpointing(model, FSDP_UNITS, checkpointing)
+    if compiled:
+        torch.compiler.reset()
+        compile_units(model, FSDP_UNITS, "aot_eager")
     shard_model(model, FSDP_UNITS, weights, dtype, dtype, reshard)
     materialize(model, torch.device("cpu"), init, seed=7)
     optimizer = build_adamw(model.named_parameters(), 1e-2, (0.9, 0.99), 1e-6, 0.1)
@@ -131,7 +144,7 @@ def train(
         total = torch.zeros((), dtype=torch.float64)
         for i, micro in enumerate(micro_batches):
             model.set_requires_all_reduce(i == len(micro_batches) - 1)
-            loss = losses(model, micro, step, dtype).sum() / len(SAMPLES)
+            loss = losses(model, micro, step, dtype, FILL_TO if compiled else None).sum() / len(SAMPLES)
             loss.backward()
             total += loss.detach()
         if step == 0:
@@ -189,6 +202,32 @@ def test_every_mesh_equals_one_process(world_size):
     for case, result in zip(cases, run_ranks(train_on_ranks, world_size, cases, timeout_s=400)[0], strict=True):
         try:
             assert_equal(result, expected[case["dtype"]], bounds[case["dtype"]])
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "compiled"]
+)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_every_mesh_with_checkpointing_and_compilation(world_size, compiled, checkpointing):
+    """The whole product takes a quarter of an hour: `./launch.sh test -m exhaustive`."""
+    cases = [
+        dict(
+            mesh_sizes=mesh,
+            dtype=torch.float64,
+            sequence_parallel=by_rows,
+            checkpointing=checkpointing,
+            compiled=compiled,
+        )
+        for mesh in MESHES[world_size]
+        for by_rows in ((False, True) if mesh[3] > 1 else (False,))
+    ]
+    expected = reference(torch.float64)
+    for case, result in zip(cases, run_ranks(train_on_ranks, world_size, cases, timeout_s=1200)[0], strict=True):
+        try:
+            assert_equal(result, expected, 1e-10)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 
