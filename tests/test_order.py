@@ -101,7 +101,7 @@ def test_windows_differ_between_epochs_and_are_mixed_within():
 
 def test_a_shard_is_as_likely_in_any_window():
     """Chi-square of (shard, window) over many epochs: 7 x 3 degrees."""
-    order, table, epochs = GlobalOrder([2] * 8, 1, 0, shuffle_shards=2), np.zeros((8, 4)), 1500
+    order, table, epochs = GlobalOrder([2] * 8, 1, 0, shuffle_shards=2), np.zeros((8, 4)), 400
     for epoch in range(epochs):
         visits = order.permute(epoch, np.arange(16, dtype=np.uint64)).astype(int)
         table[visits // 2, np.arange(16) // 4] += 1  # once for both samples of the shard
