@@ -66,6 +66,10 @@ class Index:
         """How many samples each shard has, (S,) int64."""
         return np.diff(self._starts)
 
+    def first(self, shard: int) -> int:
+        """Return the index of a shard's first sample."""
+        return int(self._starts[shard])
+
     def of_kinds(self, shard: int, kinds: frozenset[Kind], place: int) -> int:
         """Return the index of the sample at `place` among those of a shard that are of one of these kinds."""
         return int(self._starts[shard] + self._rows(shard, kinds)[place])

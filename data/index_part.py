@@ -36,6 +36,11 @@ class SampleRecord:
     group: str
     caption_tokens: dict[str, tuple[int, ...]]  # language → text tokens of each wording
 
+    @property
+    def kind(self) -> Kind:
+        """Its category and the languages it has captions in."""
+        return self.group, tuple(sorted(self.caption_tokens))
+
 
 @dataclass(frozen=True)
 class PartNotes:

@@ -67,6 +67,13 @@ class GlobalOrder:
         """Return the samples of optimizer step `step`, in order; a batch may span epochs."""
         return self.visits(np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size))
 
+    def state(self, step: int) -> dict:
+        """Return what continues the order at a step: nothing, it depends on the step alone."""
+        return {}
+
+    def load_state(self, state: dict) -> None:
+        """Continue where `state` was taken."""
+
     def visits(self, positions: np.ndarray) -> list[SampleRef]:
         """Return the samples at positions (n,) of the endless sequence."""
         epochs, places = np.divmod(positions.astype(np.uint64), np.uint64(self.num_samples))
