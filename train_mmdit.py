@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from data.index import build_index
 from data.mixture import load_mixture
 from data.mixture_order import MixtureOrder
-from data.order import DEFAULT_SHUFFLE_SHARDS
 from data.plan import BatchPlan, spread_micro_batches
 from data.reader import Loader, Reader, Sample
 from model import flow
@@ -73,7 +72,7 @@ class Config:
     from_scratch: bool = False  # ignore weights in the folder's transformer/
     data: str = "emoji-small"  # emoji-small, emoji, a folder or a glob of webdataset .tar files, or a mixture's file
     validation_data: str = ""  # held-out shards, likewise; the emoji sets bring their own
-    shuffle_shards: int = DEFAULT_SHUFFLE_SHARDS  # shards whose samples are mixed at a time
+    shuffle_shards: int = 16  # shards whose samples are mixed at a time
     reweight: float = 0.0  # > 0 shifts a mixture's shares to groups of high validation loss: (loss / mean) ** reweight
     run_folder: str = "runs/mmdit"  # everything this run writes; an existing one is resumed
     cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
@@ -207,7 +206,6 @@ def validation_losses(
             batch = make_batch([reader.read(p, encoders.needs_picture) for p in planned], encoders, cfg, stratum)
             losses, at = sample_losses(model, batch, cfg), torch.full_like(batch.group, stratum)
             tally.add(losses, batch.weight, batch.language, batch.group, at)
-    # Peers along cp and tp count everything again, above and below the line alike.
     return tally.means(all_reduce_sum(tally.sums(), encoders.device), "val_loss")
 
 
@@ -216,11 +214,10 @@ def check_config(cfg: Config) -> None:
     for name in ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(cfg, name)}")
-    if cfg.num_languages not in (0, len(LANGUAGES)):
-        raise ValueError(f"--num_languages must be 0 or {len(LANGUAGES)} {LANGUAGES}, got {cfg.num_languages}")
-    for name, known in (("dtype", ("auto", "float32", "bfloat16")), ("reduce_dtype", ("float32", "bfloat16"))):
+    dtypes = ("float32", "bfloat16")
+    for name, known in (("num_languages", (0, 3)), ("dtype", ("auto", *dtypes)), ("reduce_dtype", dtypes)):
         if getattr(cfg, name) not in known:
-            raise ValueError(f"--{name} must be one of {', '.join(known)}, got {getattr(cfg, name)!r}")
+            raise ValueError(f"--{name} must be one of {', '.join(map(str, known))}, got {getattr(cfg, name)!r}")
 
 
 def main(cfg: Config) -> None:
@@ -241,13 +238,12 @@ def main(cfg: Config) -> None:
     cache = Path(cfg.cache_folder)
     mixture, tokens_of, tokenizer_id = load_mixture(cfg.data), encoders.text.count_tokens, encoders.text.tokenizer_id
     shards = mixture.shards("train", cache)  # and the source of each
-    val_shards = load_mixture(cfg.validation_data or cfg.data).shards("validation", cache)
+    val_shards = mixture.held_out(cfg.validation_data, shards, cache)
     index, val_index = (
         build_index(list(paths), tokens_of, tokenizer_id, cache, dist.get_rank(), dist.get_world_size())
         for paths in (shards, val_shards)
     )
-    if cfg.reweight and not (mixture.group_names and cfg.eval_every):
-        raise ValueError("--reweight needs a mixture of several groups as --data, and --eval_every above 0")
+    mixture.check_reweight(cfg.reweight, cfg.eval_every)
     order = MixtureOrder(index, mixture, [*shards.values()], cfg.global_batch_size, cfg.seed, cfg.shuffle_shards)
     plan = BatchPlan(
         index, order, num_ranks=num_data_ranks, rank=data_rank,
@@ -255,8 +251,6 @@ def main(cfg: Config) -> None:
         zh_share=cfg.zh_share, num_empty_tokens=encoders.text.count_tokens(""), max_pixels=cfg.max_pixels,
         fill=cfg.compile, max_text_tokens=cfg.max_text_tokens_per_micro_batch,
     )  # fmt: skip
-    if shards.keys() & val_shards.keys():
-        log.warning("no validation data of its own: validation looks at training samples")
     val_micro_batches = spread_micro_batches(
         val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, cfg.max_pixels,
         lambda record, language: mixture.group_of_record(record, language, [*val_shards.values()]),
@@ -326,10 +320,7 @@ def main(cfg: Config) -> None:
                 seen = validation_losses(model, encoders, val_reader, cfg, val_micro_batches, mixture.group_names)
             run_log.scalars(step, seen)
             if cfg.reweight:
-                by_group = {
-                    name: seen[f"val_loss_{name}"] for name in mixture.group_names if f"val_loss_{name}" in seen
-                }
-                order.reweight(step, by_group, cfg.reweight)
+                order.reweight(step, seen, cfg.reweight)
                 loader.seek(step)
         if cfg.sample_every and (ended or step % cfg.sample_every == 0):
             with ema.swapped_in(model):

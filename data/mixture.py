@@ -1,9 +1,10 @@
 """Mixtures: which sources a run reads, and in what shares it visits their groups of samples."""
 
 import json
+import logging
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from data.captions import LANGUAGES
 from data.index_part import SampleRecord
 from data.shards import expand_shards
 
+log = logging.getLogger("train")
 MIXTURE_SUFFIXES = (".toml", ".json")
 MAX_GROUPS = 64  # their counts are in every checkpoint's state
 Points = tuple[tuple[int, float], ...]  # (step, share), steps rising
@@ -68,6 +70,24 @@ class Mixture:
                     raise ValueError(f"shard {shard} is in two sources, {found[shard]!r} and {name!r}")
                 found[shard] = name
         return found
+
+    def held_out(self, validation_data: str, train: Collection[str], cache_folder: Path) -> dict[str, str]:
+        """Return the validation shards as `shards` does: of `validation_data`, or if that is "" the sources' own.
+
+        train: the training shards; it is logged if validation has to look at them.
+        """
+        mixture = load_mixture(validation_data) if validation_data else self
+        found = mixture.shards("validation", cache_folder)
+        if not found.keys().isdisjoint(train):
+            log.warning("no --validation_data: validation looks at the training samples")
+        return found
+
+    def check_reweight(self, strength: float, eval_every: int) -> None:
+        """Raise ValueError if --reweight has nothing to work with."""
+        if not 0 <= strength < math.inf:
+            raise ValueError(f"--reweight must be a number from 0 on, got {strength}")
+        if strength and not (self.group_names and eval_every):
+            raise ValueError("--reweight needs a mixture of several groups as --data, and --eval_every above 0")
 
     def group_of(self, source: str | None, language: str, category: str) -> int | None:
         """Return the number of the group that takes a visit, or None."""

@@ -64,13 +64,14 @@ class MixtureOrder:
         """Return how many samples of each group were visited before a step; nothing if there is but one group."""
         return dict(zip(self.mixture.group_names, self._interleaver.counts(step), strict=False))
 
-    def reweight(self, step: int, losses: dict[str, float], strength: float) -> None:
+    def reweight(self, step: int, metrics: dict[str, float], strength: float) -> None:
         """From a step on, multiply each group's share by (loss / mean loss) ** strength, at most 2 and at least 1/2.
 
-        losses: by group name, in validation; a group without one keeps its share and is named in the log.
+        metrics: val_loss_<group>; a group without one keeps its share and is named in the log.
         """
         names = self.mixture.group_names
-        known = [losses[name] for name in names if name in losses]
+        losses = {name: metrics[f"val_loss_{name}"] for name in names if f"val_loss_{name}" in metrics}
+        known = list(losses.values())
         factors = []
         for name in names:
             factor = (losses[name] * len(known) / sum(known)) ** strength if name in losses else 1.0

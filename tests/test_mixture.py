@@ -61,9 +61,9 @@ def plan_of(data, mixed, num_ranks=1, rank=0, max_tokens=200):
 
 def random_shares(rng, num_groups):
     groups = [
-        [(step, rng.choice([0, 0.01, 1, 5]) * rng.random()) for step in sorted(rng.sample(range(60), rng.choice([1, 3])))]
-        for _ in range(num_groups)
-    ]  # fmt: skip
+        [(step, rng.choice([0, 0.01, 1, 5]) * rng.random()) for step in sorted(rng.sample(range(60), num_points))]
+        for num_points in rng.choices([1, 3], k=num_groups)
+    ]
     return [[(0, 0.5)], *groups[1:]]
 
 
