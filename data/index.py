@@ -1,73 +1,44 @@
 """The index of a set of shards: where each sample lies, how large it is, and what it must contain.
 
-Built with one pass over each shard, then kept in a cache file a shard; columns, not objects, so that 10^8 samples fit.
+Built with one pass over each shard, then kept in a cache file a shard, its part, and one file that sums all of them up.
+A run reads the summary; parts are mapped when a sample of theirs is looked at, and few stay so: 10^8 samples fit.
 """
 
-import hashlib
-import io
 import logging
 import os
 import tarfile
-import uuid
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
-from data.captions import LANGUAGES, parse_captions
+from data.captions import parse_captions
 from data.images import shown_size
+from data.index_folder import IndexFolder
+from data.index_part import META_EXTENSIONS, IndexedSample, IndexPart, Kind, SampleRecord
+from data.index_summary import IndexSummary
 
-FORMAT = "2"
 IMAGE_EXTENSIONS = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
-META_EXTENSIONS = ("json", "txt")
 log = logging.getLogger("train")
 _MAX_REJECTS_LOGGED = 20
-_DIGEST_BYTES = hashlib.sha256().digest_size
-_NUM_NUMBERS = 8
 _MAX_RECORDS = 8192  # kept as objects: a small set is put together once, not at every visit
-
-
-@dataclass(frozen=True)
-class SampleRecord:
-    """One sample of the index; offsets and sizes in bytes, height and width in pixels as shown."""
-
-    key: str  # "<shard file name>/<member stem>"
-    shard: int
-    image_offset: int
-    image_size: int
-    image_crc32: int
-    meta_offset: int
-    meta_size: int
-    meta_crc32: int
-    height: int
-    width: int
-    meta_extension: str
-    group: str
-    caption_tokens: dict[str, tuple[int, ...]]  # language → text tokens of each wording
+_MAX_OPEN_PARTS = 64  # mapped at a time
 
 
 class Index:
-    """Every usable sample of `shards`, in shard order; `rejects` lists (key, reason) of those that are not.
+    """Every usable sample of `shards`, in shard order; `rejects` lists (key, reason) of those that are not."""
 
-    A shard's part, N samples with C wordings in all: numbers (N, 8) int64, columns image_offset to width as in
-    SampleRecord; meta_extension (N,) uint8; caption_end (N,) int64; caption_language (C,) uint8 and caption_tokens (C,)
-    int32; and key, group, reject_key, reject_reason, each UTF-8 bytes `<name>` uint8 with `<name>_end` int64.
-    """
-
-    def __init__(self, shards: Sequence[str], parts: Sequence[dict[str, np.ndarray]]):
-        self.shards = list(shards)
-        self._names = [Path(shard).name for shard in shards]
-        self._parts = list(parts)
+    def __init__(self, shards: Sequence[str], summary: IndexSummary, open_part: Callable[[int, str], IndexPart]):
+        self.shards, self.summary = list(shards), summary
+        self._names = [os.path.basename(shard) for shard in shards]
+        self._starts = np.concatenate(([0], np.cumsum(summary.num_samples, dtype=np.int64)))
+        self._part = lru_cache(_MAX_OPEN_PARTS)(lambda shard: open_part(shard, summary.digests[shard].tobytes().hex()))
         self._record = lru_cache(_MAX_RECORDS)(self._make_record)
-        self._starts = np.cumsum([0] + [len(part["numbers"]) for part in parts])
-        self.rejects = [
-            (f"{name}/{_string(part, 'reject_key', i)}", _string(part, "reject_reason", i))
-            for name, part in zip(self._names, parts, strict=True)
-            for i in range(len(part["reject_key_end"]))
-        ]
+        self._rows = lru_cache(_MAX_OPEN_PARTS)(lambda shard, kinds: self._part(shard).rows_of(kinds))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -76,158 +47,108 @@ class Index:
         return self._record(i)
 
     def _make_record(self, i: int) -> SampleRecord:
-        shard, part, row = self._locate(i)
-        captions: dict[str, tuple[int, ...]] = {}
-        wordings = slice(*_span(part["caption_end"], row))
-        languages, tokens = part["caption_language"][wordings].tolist(), part["caption_tokens"][wordings].tolist()
-        for language, count in zip(languages, tokens, strict=True):
-            captions[LANGUAGES[language]] = (*captions.get(LANGUAGES[language], ()), count)
-        return SampleRecord(
-            self.key(i),
-            shard,
-            *part["numbers"][row].tolist(),
-            meta_extension=META_EXTENSIONS[part["meta_extension"][row]],
-            group=_string(part, "group", row),
-            caption_tokens=captions,
-        )
+        shard, row = self._locate(i)
+        return self._part(shard).record(row, shard, self._names[shard])
 
     def key(self, i: int) -> str:
         """Return the key of sample `i`, which no other sample has."""
-        shard, part, row = self._locate(i)
-        return f"{self._names[shard]}/{_string(part, 'key', row)}"
+        shard, row = self._locate(i)
+        return self._part(shard).key(row, self._names[shard])
 
-    def _locate(self, i: int) -> tuple[int, dict[str, np.ndarray], int]:
+    def _locate(self, i: int) -> tuple[int, int]:
         if not 0 <= i < len(self):
             raise IndexError(i)
         shard = int(self._starts.searchsorted(i, side="right")) - 1
-        return shard, self._parts[shard], i - int(self._starts[shard])
+        return shard, i - int(self._starts[shard])
+
+    @property
+    def shard_sizes(self) -> np.ndarray:
+        """How many samples each shard has, (S,) int64."""
+        return np.diff(self._starts)
+
+    def first(self, shard: int) -> int:
+        """Return the index of a shard's first sample."""
+        return int(self._starts[shard])
+
+    def of_kinds(self, shard: int, kinds: frozenset[Kind], place: int) -> int:
+        """Return the index of the sample at `place` among those of a shard that are of one of these kinds."""
+        return int(self._starts[shard] + self._rows(shard, kinds)[place])
+
+    def spread(self, num_samples: int, max_shards: int = _MAX_OPEN_PARTS) -> list[int]:
+        """Return about `num_samples` samples from all over the index, from `max_shards` shards at most."""
+        with_samples = np.flatnonzero(self.shard_sizes)
+        step = max(1, -(-len(with_samples) // max_shards))
+        chosen = with_samples[::step]
+        indices = np.concatenate([np.arange(self._starts[shard], self._starts[shard + 1]) for shard in chosen])
+        return indices[:: max(1, len(indices) // num_samples)][:num_samples].tolist()
+
+    @property
+    def num_rejects(self) -> int:
+        """How many samples cannot be used."""
+        return int(self.summary.num_rejects.sum(dtype=np.int64))
+
+    def iter_rejects(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, reason) of what cannot be used."""
+        having = np.flatnonzero(self.summary.num_rejects).tolist()
+        return chain.from_iterable(self._part(shard).rejects(self._names[shard]) for shard in having)
+
+    @cached_property
+    def rejects(self) -> list[tuple[str, str]]:
+        """(key, reason) of each sample that cannot be used."""
+        return list(self.iter_rejects())
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of every key, place, size, checksum and token count, in order: equal for runs on the same shards."""
-        digest = hashlib.sha256()
-        for shard, part in zip(self._names, self._parts, strict=True):
-            digest.update(shard.encode())
-            for name in sorted(name for name in part if not name.startswith("reject")):
-                digest.update(name.encode() + part[name].tobytes())
-        return digest.hexdigest()
-
-
-def _string(part: dict[str, np.ndarray], name: str, row: int) -> str:
-    return str(part[name][slice(*_span(part[f"{name}_end"], row))].data, "utf-8")
-
-
-def _span(ends: np.ndarray, row: int) -> tuple[int, int]:
-    return (int(ends[row - 1]) if row else 0), int(ends[row])
-
-
-def _strings(name: str, values: list[str]) -> dict[str, np.ndarray]:
-    encoded = [value.encode() for value in values]
-    ends = np.cumsum([len(value) for value in encoded], dtype=np.int64)
-    return {name: np.frombuffer(b"".join(encoded), np.uint8), f"{name}_end": ends}
+        return self.summary.fingerprint(self._names)
 
 
 def build_index(
-    shards: Sequence[str], count_tokens: Callable[[str], int], tokenizer_id: str, cache_folder: Path
+    shards: Sequence[str],
+    count_tokens: Callable[[str], int],
+    tokenizer_id: str,
+    cache_folder: Path,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Index:
     """Index webdataset shards, from the cache where a shard has not changed.
 
     count_tokens: text tokens of a caption; tokenizer_id: names its tokenizer, so that another one indexes anew.
-    Several processes may do this at once.  A rejected sample is logged, once, with its reason.
+    Several processes may do this at once; as `num_ranks` ranks they share the work.  A rejected sample is logged, once,
+    with its reason.
     Raises: ValueError for a shard that is missing, cut short or no tar file, and if two shards share a name.
     """
-    names = [Path(shard).name for shard in shards]
+    names = [os.path.basename(shard) for shard in shards]
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"two shards are called {twice}; sample keys need different file names")
-    parts = [_cached_part(shard, count_tokens, tokenizer_id, Path(cache_folder) / "index") for shard in shards]
-    index = Index(shards, parts)
-    for key, reason in index.rejects[:_MAX_REJECTS_LOGGED]:
-        log.warning("left out %s: %s", key, reason)
-    if len(index.rejects) > _MAX_REJECTS_LOGGED:
-        log.warning("left out %d of %d samples in all", len(index.rejects), len(index.rejects) + len(index))
+    folder = IndexFolder(
+        Path(cache_folder) / "index", shards, tokenizer_id, lambda shard: _index_shard(shard, count_tokens)
+    )
+    index = Index(shards, folder.summary(rank, num_ranks), folder.open_part)
+    if rank == 0:
+        for key, reason in islice(index.iter_rejects(), _MAX_REJECTS_LOGGED):
+            log.warning("left out %s: %s", key, reason)
+        if index.num_rejects > _MAX_REJECTS_LOGGED:
+            log.warning("left out %d of %d samples in all", index.num_rejects, index.num_rejects + len(index))
     return index
 
 
-def _cached_part(shard: str, count_tokens: Callable, tokenizer_id: str, folder: Path) -> dict[str, np.ndarray]:
-    try:
-        status = os.stat(shard)
-    except OSError as error:
-        raise ValueError(f"shard {shard} cannot be read: {error.strerror}") from error
-    name = f"{FORMAT}\0{Path(shard).resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{tokenizer_id}"
-    path = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.npz"
-    if (part := _load_part(path)) is None:
-        part = _index_shard(shard, count_tokens)
-        _save_part(path, part)
-    return part
-
-
-def _load_part(path: Path) -> dict[str, np.ndarray] | None:
-    """Return a cached part, or None if there is none or its checksum does not match."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    content, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if hashlib.sha256(content).digest() != digest:
-        return None
-    with np.load(io.BytesIO(content), allow_pickle=False) as columns:
-        return dict(columns)
-
-
-def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
-    """Write an .npz file with its SHA-256 behind it: whole under its name, or not at all."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **part)
-    content = buffer.getvalue()
-    aside = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # the folder may be shared by several machines
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_bytes(content + hashlib.sha256(content).digest())
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"the index cannot be kept in {path.parent}: {error.strerror}; make room or give another --cache_folder"
-        ) from error
-
-
-def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> dict[str, np.ndarray]:
-    keys: dict[str, None] = {}
-    rows: list[tuple[int, ...]] = []
-    groups: list[str] = []
-    meta_extensions: list[int] = []
-    captions: list[tuple[int, int]] = []  # language, tokens
-    caption_ends: list[int] = []
+def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> tuple[list[IndexedSample], list[tuple[str, str]]]:
+    """Return what a shard holds, and (stem, reason) of what of it cannot be used."""
+    samples: dict[str, IndexedSample] = {}
     rejects: list[tuple[str, str]] = []
     for stem, members in _samples(shard):
         try:
-            if stem in keys:
+            if stem in samples:
                 raise ValueError("an earlier sample has the same name")
             numbers, extension, wordings, group = _read_sample(members)
         except ValueError as error:
             rejects.append((stem, str(error)))
             continue
-        keys[stem] = None
-        rows.append(numbers)
-        groups.append(group)
-        meta_extensions.append(META_EXTENSIONS.index(extension))
-        for language, texts in wordings.items():
-            captions.extend((LANGUAGES.index(language), count_tokens(text)) for text in texts)
-        caption_ends.append(len(captions))
-    return {
-        "numbers": np.array(rows, np.int64).reshape(-1, _NUM_NUMBERS),
-        "meta_extension": np.array(meta_extensions, np.uint8),
-        "caption_end": np.array(caption_ends, np.int64),
-        "caption_language": np.array([language for language, _ in captions], np.uint8),
-        "caption_tokens": np.array([tokens for _, tokens in captions], np.int32),
-        **_strings("key", list(keys)),
-        **_strings("group", groups),
-        **_strings("reject_key", [stem for stem, _ in rejects]),
-        **_strings("reject_reason", [reason for _, reason in rejects]),
-    }
+        captions = [(language, count_tokens(text)) for language, texts in wordings.items() for text in texts]
+        samples[stem] = IndexedSample(stem, numbers, extension, group, captions)
+    return list(samples.values()), rejects
 
 
 def _read_sample(members: dict[str, tuple[int, bytes]]) -> tuple[tuple[int, ...], str, dict[str, list[str]], str]:

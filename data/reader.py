@@ -226,6 +226,13 @@ class Loader:
             self._to_submit += 1
         return [[sample for task in micro for sample in task.result()] for micro in self._ahead.popleft()]
 
+    def seek(self, step: int) -> None:
+        """Go on with `step`; what was read ahead is dropped, for a plan that changes from there on."""
+        for task in (task for micro_batches in self._ahead for micro in micro_batches for task in micro):
+            task.cancel()
+        self._ahead.clear()
+        self._to_submit = step
+
     def _submit(self, micro_batches: list[list[PlannedSample]]) -> list[list[Future]]:
         num_samples = sum(map(len, micro_batches))
         size = max(1, min(_MAX_TASK_SAMPLES, num_samples // self._num_workers))

@@ -147,12 +147,13 @@ def test_more_shards_than_stay_open(tmp_path, monkeypatch):
     monkeypatch.setattr("data.reader._MAX_OPEN_SHARDS", 2)
     shards = [write_shard(tmp_path / f"{n}.tar", simple_samples(4)) for n in range(8)]
     index = build_index([str(s) for s in shards], lambda text: 3, "t", tmp_path / "cache")
+    heights = [index[i].height for i in range(len(index))]  # opens the index's own files
     reader, open_before = Reader(index), len(os.listdir("/dev/fd"))
     order = [i % 32 for i in range(0, 32 * 11 * 4, 11)]
     with ThreadPoolExecutor(4) as pool:
         pixels = list(pool.map(reader.read_pixels, order))
     for i, picture in zip(order, pixels, strict=True):
-        expected = decode_image(picture_bytes(index[i].height, index[i].width, seed=i % 4))
+        expected = decode_image(picture_bytes(heights[i], index[i].width, seed=i % 4))
         assert np.array_equal(picture.permute(1, 2, 0), expected)
     assert len(os.listdir("/dev/fd")) == open_before + 2
     reader.close()

@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from data.index import build_index
+from data.mixture import load_mixture
 from data.reader import Reader
-from data.shards import expand_shards
 from tools.sample import draw_pictures, language_of, load_model, sampler_settings
 from utils.config import parse, run_main
 from utils.picture_grid import labelled_grid
@@ -50,7 +50,7 @@ def main(cfg: Config) -> None:
     network, encoders, source = load_model(cfg.run, "", cfg.step, cfg.weights, device, torch.float32)
     trained = json.loads((Path(cfg.run) / "config.json").read_text())
     cache = Path(trained["cache_folder"])
-    shards = expand_shards(trained["data"], "train", cache)
+    shards = list(load_mixture(trained["data"]).shards("train", cache))
     index = build_index(shards, encoders.text.count_tokens, encoders.text.tokenizer_id, cache)
     reader = Reader(index)
 
