@@ -7,10 +7,9 @@ import hashlib
 import io
 import logging
 import os
-import tarfile
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from data.captions import LANGUAGES, parse_captions
 from data.images import shown_size
+from data.tar import tar_samples
 
 FORMAT = "2"
 IMAGE_EXTENSIONS = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
@@ -202,7 +202,7 @@ def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> dict[str, np
     captions: list[tuple[int, int]] = []  # language, tokens
     caption_ends: list[int] = []
     rejects: list[tuple[str, str]] = []
-    for stem, members in _samples(shard):
+    for stem, members in tar_samples(shard):
         try:
             if stem in keys:
                 raise ValueError("an earlier sample has the same name")
@@ -243,52 +243,3 @@ def _read_sample(members: dict[str, tuple[int, bytes]]) -> tuple[tuple[int, ...]
     captions, group = parse_captions(meta_extension, meta)
     places = (image_offset, len(image), zlib.crc32(image), meta_offset, len(meta), zlib.crc32(meta))
     return (*places, *shown_size(image)), meta_extension, captions, group
-
-
-def _samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
-    """Yield (stem, {extension: (offset, content)}): by webdataset's rule, neighbours with one stem are one sample."""
-    current, members = None, {}
-    for stem, extension, offset, content in _tar_members(shard):
-        if stem != current and members:
-            yield current, members
-            members = {}
-        current = stem
-        members[extension] = (offset, content)
-    if members:
-        yield current, members
-
-
-def _tar_members(shard: str) -> Iterator[tuple[str, str, int, bytes]]:
-    """Yield (stem, extension, offset, content) of each file in a tar, in order.
-
-    Raises: ValueError if the tar is damaged or cut, also where the cut falls between two members: a whole tar ends in
-    two blocks of zeros, and nothing but zeros follows them.
-    """
-    try:
-        with open(shard, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            end = 0
-            for member in archive:
-                end = member.offset_data + (-(-member.size // 512) * 512 if member.isfile() else 0)
-                if not member.isfile():
-                    continue
-                content = os.pread(file.fileno(), member.size, member.offset_data)
-                if len(content) != member.size:
-                    raise ValueError(f"shard {shard} is cut short inside {member.name}; copy it again")
-                # A name that is not UTF-8 becomes one that is, and stays different from every other.
-                name = member.name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-                folder, slash, base = name.rpartition("/")
-                stem, _, extension = base.partition(".")
-                yield folder + slash + stem, extension.lower(), member.offset_data, content
-            file.seek(end)
-            mark, after = file.read(1024), 0
-            while not after and (block := file.read(1 << 20)):
-                after = len(block) - block.count(0)
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise ValueError(f"shard {shard} cannot be read as a tar file: {error}") from error
-    if mark != bytes(1024):
-        raise ValueError(
-            f"shard {shard} has no end mark (two blocks of zeros) at byte {end}: it is cut short between two members, "
-            "or damaged there; copy it again"
-        )
-    if after:
-        raise ValueError(f"shard {shard} goes on after its end mark at byte {end}: give joined tar files one by one")
