@@ -19,6 +19,7 @@ import numpy as np
 from data.captions import LANGUAGES, parse_captions
 from data.images import shown_size
 from data.tar import tar_samples
+from data.versions import Version, identity, shard_versions
 
 FORMAT = "2"
 IMAGE_EXTENSIONS = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
@@ -52,13 +53,16 @@ class SampleRecord:
 class Index:
     """Every usable sample of `shards`, in shard order; `rejects` lists (key, reason) of those that are not.
 
+    versions: what each shard was when it was indexed.
     A shard's part, N samples with C wordings in all: numbers (N, 8) int64, columns image_offset to width as in
     SampleRecord; meta_extension (N,) uint8; caption_end (N,) int64; caption_language (C,) uint8 and caption_tokens (C,)
     int32; and key, group, reject_key, reject_reason, each UTF-8 bytes `<name>` uint8 with `<name>_end` int64.
     """
 
-    def __init__(self, shards: Sequence[str], parts: Sequence[dict[str, np.ndarray]]):
-        self.shards = list(shards)
+    def __init__(
+        self, shards: Sequence[str], parts: Sequence[dict[str, np.ndarray]], versions: Sequence[Version | None]
+    ):
+        self.shards, self.versions = list(shards), list(versions)
         self._names = [Path(shard).name for shard in shards]
         self._parts = list(parts)
         self._record = lru_cache(_MAX_RECORDS)(self._make_record)
@@ -140,8 +144,9 @@ def build_index(
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two shards are called {twice}; sample keys need different file names")
-    parts = [_cached_part(shard, count_tokens, tokenizer_id, Path(cache_folder) / "index") for shard in shards]
-    index = Index(shards, parts)
+    versions, folder = shard_versions(shards), Path(cache_folder) / "index"
+    parts = [_cached_part(*pair, count_tokens, tokenizer_id, folder) for pair in zip(shards, versions, strict=True)]
+    index = Index(shards, parts, versions)
     for key, reason in index.rejects[:_MAX_REJECTS_LOGGED]:
         log.warning("left out %s: %s", key, reason)
     if len(index.rejects) > _MAX_REJECTS_LOGGED:
@@ -149,15 +154,14 @@ def build_index(
     return index
 
 
-def _cached_part(shard: str, count_tokens: Callable, tokenizer_id: str, folder: Path) -> dict[str, np.ndarray]:
-    try:
-        status = os.stat(shard)
-    except OSError as error:
-        raise ValueError(f"shard {shard} cannot be read: {error.strerror}") from error
-    name = f"{FORMAT}\0{Path(shard).resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{tokenizer_id}"
+def _cached_part(
+    shard: str, version: Version, count_tokens: Callable, tokenizer_id: str, folder: Path
+) -> dict[str, np.ndarray]:
+    size, changed = version
+    name = f"{FORMAT}\0{identity(shard)}\0{size}\0{changed}\0{tokenizer_id}"
     path = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.npz"
     if (part := _load_part(path)) is None:
-        part = _index_shard(shard, count_tokens)
+        part = _index_shard(shard, version, count_tokens)
         _save_part(path, part)
     return part
 
@@ -194,7 +198,7 @@ def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
         ) from error
 
 
-def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> dict[str, np.ndarray]:
+def _index_shard(shard: str, version: Version, count_tokens: Callable[[str], int]) -> dict[str, np.ndarray]:
     keys: dict[str, None] = {}
     rows: list[tuple[int, ...]] = []
     groups: list[str] = []
@@ -202,7 +206,7 @@ def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> dict[str, np
     captions: list[tuple[int, int]] = []  # language, tokens
     caption_ends: list[int] = []
     rejects: list[tuple[str, str]] = []
-    for stem, members in tar_samples(shard):
+    for stem, members in tar_samples(shard, version):
         try:
             if stem in keys:
                 raise ValueError("an earlier sample has the same name")

@@ -23,7 +23,7 @@ class RangeServer(ThreadingHTTPServer):
       "changed"  the ETag and the time of modification are others
       "grown"    the file is one byte longer
     forever: a fault of every GET.
-    has_etags: whether ETags are sent.
+    has_etags: whether ETags are sent; etag: which.
     requests: (method, path, range or None, authorization or None) of each request so far.
     most_at_once: how many GETs were under way at the same time.
     """
@@ -35,7 +35,7 @@ class RangeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, bytes] = {}
         self.faults: list = []
-        self.forever, self.has_etags = None, True
+        self.forever, self.has_etags, self.etag = None, True, "first"
         self.delay_s = 0.0
         self.requests: list[tuple] = []
         self.under_way = self.most_at_once = 0
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         if status != 200:
             self._head(status, b"", {})
             return
-        etag = '"second"' if fault == "changed" else '"first"'
+        etag = '"second"' if fault == "changed" else f'"{self.server.etag}"'
         if fault == "grown":
             content += b"\0"
         if fault == "stall":
