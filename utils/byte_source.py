@@ -69,6 +69,11 @@ class LocalFile:
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(self._file, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
+    def forget(self, offset: int, num_bytes: int) -> None:
+        """Have the kernel read a range from the disk again."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
@@ -117,6 +122,9 @@ class RemoteFile:
 
     def expect(self, offset: int, num_bytes: int) -> None:
         """Nothing to do: nothing is kept between reads."""
+
+    def forget(self, offset: int, num_bytes: int) -> None:
+        """Nothing to do, likewise."""
 
     def close(self) -> None:
         """Nothing to do: connections are shared by the files of a folder."""
