@@ -132,10 +132,10 @@ class ShardCache:
                     return None
                 try:
                     _reserve(partial, length)
+                    _set_total(file, total + length)
                 except OSError:
                     name.unlink()
                     raise
-                _set_total(file, total + length)
                 return partial
             except BaseException:
                 os.close(partial)
