@@ -219,6 +219,16 @@ class ShardCache:
             log.warning("nothing more is kept in the shard cache %s: %s; reading goes on", self.folder, error)
 
 
+def open_shard_cache(folder: Path, gib: float) -> ShardCache | None:
+    """Return a cache of at most `gib` GiB, or None for 0.
+
+    Raises: ValueError if it has no room for a block.
+    """
+    if 0 < gib * 2**30 < BLOCK_BYTES or gib < 0:
+        raise ValueError(f"--shard_cache_gib {gib} holds no block of {BLOCK_BYTES >> 20} MiB; give more, or 0 for none")
+    return ShardCache(folder, int(gib * 2**30)) if gib else None
+
+
 def _read_block(path: Path, length: int, low: int, high: int) -> bytes | None:
     """Return bytes `low` to `high` of a block that is here, or None."""
     try:
