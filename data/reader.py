@@ -93,10 +93,8 @@ class Reader:
                 continue
             try:
                 wants_picture = needs_pixels(key)
-                if fetched is None:
-                    members = self._fetch(candidate.index, wants_picture)
-                else:
-                    members, fetched = fetched.result(), None
+                under_way, fetched = fetched, None  # of the planned one alone
+                members = under_way.result() if under_way else self._fetch(candidate.index, wants_picture)
                 caption = self._parse(candidate.index, members.meta)[candidate.language][candidate.wording]
                 pixels = self._decode(candidate.index, members.image) if wants_picture else None
             except (ValueError, LookupError, OSError) as error:
@@ -208,7 +206,7 @@ class Loader:
         num_workers: int = 2,
         prefetch_steps: int = 2,
         needs_pixels: Callable[[str], bool] = lambda key: True,
-        gather: Callable[[list[str]], list[list[str]]] | None = None,
+        gather: Callable[[list], list[list]] | None = None,
     ):
         if num_workers < 0 or prefetch_steps < 1:
             raise ValueError(
@@ -253,19 +251,25 @@ class Loader:
     def _alike(self, pairs: Sequence[tuple[PlannedSample, Sample]]) -> list[Sample]:
         """Return a micro-batch's samples, the same ones on all ranks that work on it.
 
-        What one of them cannot read, though the others can, is bad for all.
+        All look for replacements in one order: of two different picks, the rank with the later one has passed over the
+        earlier one, which is then bad for all.
         """
         planned, samples = [p for p, _ in pairs], [sample for _, sample in pairs]
         while self._gather is not None:
-            picks = list(zip(*self._gather([sample.key for sample in samples]), strict=True))
-            if not (unlike := [i for i, keys in enumerate(picks) if len(set(keys)) > 1]):
+            places = [self._place(p, sample) for p, sample in zip(planned, samples, strict=True)]
+            picks = [sorted(set(of_all)) for of_all in zip(*self._gather(places), strict=True)]
+            if not (unlike := [i for i, distinct in enumerate(picks) if len(distinct) > 1]):
                 break
             for i in unlike:
-                for key in sorted(set(picks[i])):
-                    self.reader.note_bad(key, "a rank that works on the same sample read another one")
+                self.reader.note_bad(picks[i][0][-1], "a rank that works on the same samples cannot read it")
             for i in unlike:
                 samples[i] = self.reader.read(planned[i], self._needs_pixels)
         return samples
+
+    def _place(self, planned: PlannedSample, sample: Sample) -> tuple[bool, int, str]:
+        """Return what puts the candidates for a sample in the order in which they are tried, and the sample's key."""
+        has_other_size = (sample.plan.height, sample.plan.width) != (planned.height, planned.width)
+        return has_other_size, (sample.plan.index - planned.index) % len(self.reader.index), sample.key
 
     def close(self) -> None:
         """Stop the threads and close the shards."""

@@ -15,7 +15,7 @@ from utils.byte_source import ByteSource, Patience, SourceChangedError, is_remot
 log = logging.getLogger("train")
 Member = tuple[int, int, int]  # offset and size in bytes, crc32
 _MAX_OPEN_SHARDS = 64
-_NUM_ATTEMPTS = 3  # to get the right bytes; faults of the network are tried again below this
+_NUM_ATTEMPTS = 4  # to get the right bytes; faults of the network are tried again below this
 _MIN_GAP = 65536  # bytes between two members of a sample (padding, a header) that are cheaper read than skipped
 _FIRST_WAIT_S = 0.2
 _LOST_S = 60.0  # so long nobody asks for a shard that could not be reached
@@ -82,7 +82,7 @@ class ShardBytes:
 
     def _read_until_right(self, shard: int, members: Sequence[Member]) -> list[bytes]:
         for attempt in range(_NUM_ATTEMPTS):
-            if attempt and self._is_remote[shard]:
+            if attempt > 1 and self._is_remote[shard]:  # the first time at once: a flipped bit is no sign of load
                 time.sleep(_FIRST_WAIT_S * 2**attempt * random.random())
             try:
                 contents = self._read_once(shard, members, fresh=attempt > 0)

@@ -149,7 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the headers that name a version, and the whole file, ours or the other server's."""
         if self.server.upstream is not None:
             try:
-                with urllib.request.urlopen(self.server.upstream + self.path, timeout=20) as answer:
+                signed = {"Authorization": self.headers.get("Authorization", "")}
+                asked = urllib.request.Request(self.server.upstream + self.path, headers=signed)
+                with urllib.request.urlopen(asked, timeout=20) as answer:
                     return {name: answer.headers[name] for name in ("ETag", "Last-Modified")}, answer.read()
             except urllib.error.HTTPError:
                 return {}, None

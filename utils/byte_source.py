@@ -31,6 +31,7 @@ class Patience:
     total_s: float = 300.0  # no further attempt after so long
 
 
+_NO_LENGTH = "Content-Length Header missing"  # in the message for an answer without one, as a proxy in trouble gives it
 DEFAULT_PATIENCE = Patience()
 
 
@@ -104,18 +105,20 @@ class RemoteFile:
         if not len(buffer):
             return
         for attempt in range(self._patience.max_retries + 1):
-            result = self._get((offset, offset + len(buffer)))
-            self._check(result.meta)
+            result = None
             try:
+                result = self._get((offset, offset + len(buffer)))
+                self._check(result.meta)
                 data = memoryview(self._call(result.bytes))
                 if len(data) == len(buffer):
                     break
                 # Cut, and the server had not said how much it would send.
                 if attempt == self._patience.max_retries:
                     raise OSError(f"{self.location} gave {len(data)} of {len(buffer)} bytes from byte {offset} on")
-            except OSError:
-                # Without an ETag obstore does not continue a body that was cut.
-                if result.meta["e_tag"] or attempt == self._patience.max_retries:
+            except OSError as error:
+                # obstore does not continue a body cut without an ETag, nor try again after one without a length.
+                is_ours = _NO_LENGTH in str(error) or (result is not None and not result.meta["e_tag"])
+                if not is_ours or isinstance(error, SourceChangedError) or attempt == self._patience.max_retries:
                     raise
             time.sleep(min(self._patience.max_wait_s, self._patience.first_wait_s * 2**attempt) * random.random())
         buffer[:] = data
