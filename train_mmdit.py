@@ -23,6 +23,7 @@ from data.mixture import load_mixture
 from data.mixture_order import MixtureOrder
 from data.plan import BatchPlan, spread_micro_batches
 from data.reader import Loader, Reader, Sample
+from data.shard_cache import open_shard_cache
 from model import flow
 from model.encoders import Encoders
 from model.latents import PATCH, patchify
@@ -46,7 +47,7 @@ from parallel.float8 import apply_float8
 from parallel.fsdp import shard_model
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.mesh import build_mesh, data_parallel, weights_mesh
+from parallel.mesh import build_mesh, data_parallel, peers, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights
 from tools.sample_grid import sample_grid
@@ -70,7 +71,7 @@ class Config:
     # Model and data
     model: str = "assets/tiny"  # folder in the released layout: transformer/ vae/ text_encoder/ tokenizer/ scheduler/
     from_scratch: bool = False  # ignore weights in the folder's transformer/
-    data: str = "emoji-small"  # emoji-small, emoji, a folder or a glob of webdataset .tar files, or a mixture's file
+    data: str = "emoji-small"  # emoji-small, emoji, shards (folder, pattern or list.txt; s3://, https://), or a mixture
     validation_data: str = ""  # held-out shards, likewise; the emoji sets bring their own
     shuffle_shards: int = 16  # shards whose samples are mixed at a time
     reweight: float = 0.0  # > 0 shifts a mixture's shares to groups of high validation loss: (loss / mean) ** reweight
@@ -122,6 +123,7 @@ class Config:
     prefetch_steps: int = 2  # optimizer steps read ahead
     latents_cache_gib: float = 1.0  # encoded pictures kept in memory by each rank
     text_cache_gib: float = 0.5  # encoded captions likewise
+    shard_cache_gib: float = 0.0  # of remote shards, kept in cache_folder by all ranks of a host together; 0 = nothing
     max_bad_samples: int = 100  # unreadable samples replaced before the run gives up
     # Watching; 0 = never
     log_every: int = 10  # steps between lines of metrics.jsonl, 0 = never
@@ -226,8 +228,7 @@ def main(cfg: Config) -> None:
     device = init_distributed(cfg.timeout_s)
     mesh = build_mesh(device.type, cfg.dp_replicate, cfg.dp_shard, cfg.cp, cfg.tp)
     data_rank, num_data_ranks = data_parallel(mesh)
-    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = auto if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+    dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32")
     folder = Path(cfg.run_folder)
     set_up_logging(folder, is_main(), dist.get_rank())
 
@@ -266,8 +267,7 @@ def main(cfg: Config) -> None:
     num_parameters = sum(p.numel() for p in model.parameters())
     if cfg.float8:
         apply_float8(model, FLOAT8_PARTS, device)
-    weights = weights_mesh(mesh)
-    by_rows = cfg.tp_sequence_parallel
+    weights, by_rows = weights_mesh(mesh), cfg.tp_sequence_parallel
     apply_tensor_parallel(model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
     apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
     apply_activation_checkpointing(model, FSDP_UNITS, cfg.activation_checkpointing)
@@ -299,15 +299,14 @@ def main(cfg: Config) -> None:
         plan.load_state(checkpoint.load(checkpoints, newest, tensors)["data"])
         start_step = newest
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank())
-    reader, val_reader = (Reader(i, cfg.max_pixels, cfg.max_bad_samples) for i in (index, val_index))
-    loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
+    kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
+    reader, val_reader = (Reader(i, cfg.max_pixels, cfg.max_bad_samples, kept) for i in (index, val_index))
+    loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture, peers(mesh))
     log.info(
         "%.2f M parameters, %d training samples, %d ranks (%s), from step %d to %d",
         num_parameters / 1e6, len(index), dist.get_world_size(), mesh, start_step, cfg.num_steps,
     )  # fmt: skip
-
     timer, peak = PhaseTimer(device), device_peak(device, dtype)
-    ranks_alike = dist.get_world_size() // num_data_ranks  # peers along cp and tp count the same samples
     # ---- 7. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
         # Watch before the step: turn 0 sees the untrained model, the last turn only watches.
@@ -353,10 +352,10 @@ def main(cfg: Config) -> None:
             tally.add(losses, batch.weight, batch.language, batch.group)
             fillers += batch.layout.num_filler_tokens
             tokens += len(batch.x0) + len(batch.txt) - batch.layout.num_filler_tokens
-        # Clip.  The sums over all ranks make every rank see the same loss and norm, so all stop or none
+        # Clip.  The sums over all ranks make all see the same loss and norm, so all stop or none; peers count alike
         norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
         local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples)]
-        *sums, tokens, fillers, flops, num_bad = (total / ranks_alike for total in all_reduce_sum(local, device))
+        *sums, tokens, fillers, flops, num_bad = (total / (cp * tp) for total in all_reduce_sum(local, device))
         loss = (means := tally.means(sums, "loss"))["loss"]
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise ValueError(
@@ -372,7 +371,6 @@ def main(cfg: Config) -> None:
             optimizer.step()
             optimizer.zero_grad()
             ema.update(step)
-
         # Log
         step_s, phases = time.perf_counter() - started, timer.collect()
         rates = {"samples_per_s": cfg.global_batch_size / step_s, "tokens_per_s": tokens / step_s}

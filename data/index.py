@@ -6,7 +6,6 @@ A run reads the summary; parts are mapped when a sample of theirs is looked at, 
 
 import logging
 import os
-import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,8 @@ from data.images import shown_size
 from data.index_folder import IndexFolder
 from data.index_part import META_EXTENSIONS, IndexedSample, IndexPart, Kind, SampleRecord
 from data.index_summary import IndexSummary
+from data.tar import tar_samples
+from data.versions import Version, shard_versions
 
 IMAGE_EXTENSIONS = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
 log = logging.getLogger("train")
@@ -32,8 +33,18 @@ _MAX_OPEN_PARTS = 64  # mapped at a time
 class Index:
     """Every usable sample of `shards`, in shard order; `rejects` lists (key, reason) of those that are not."""
 
-    def __init__(self, shards: Sequence[str], summary: IndexSummary, open_part: Callable[[int, str], IndexPart]):
-        self.shards, self.summary = list(shards), summary
+    def __init__(
+        self,
+        shards: Sequence[str],
+        versions: Sequence[Version],
+        summary: IndexSummary,
+        open_part: Callable[[int, str], IndexPart],
+    ):
+        """Put an index together.
+
+        versions: what each shard was when it was indexed; open_part(shard, digest): maps a shard's part.
+        """
+        self.shards, self.versions, self.summary = list(shards), list(versions), summary
         self._names = [os.path.basename(shard) for shard in shards]
         self._starts = np.concatenate(([0], np.cumsum(summary.num_samples, dtype=np.int64)))
         self._part = lru_cache(_MAX_OPEN_PARTS)(lambda shard: open_part(shard, summary.digests[shard].tobytes().hex()))
@@ -122,10 +133,12 @@ def build_index(
     if len(set(names)) != len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"two shards are called {twice}; sample keys need different file names")
+    versions = shard_versions(shards)
     folder = IndexFolder(
-        Path(cache_folder) / "index", shards, tokenizer_id, lambda shard: _index_shard(shard, count_tokens)
-    )
-    index = Index(shards, folder.summary(rank, num_ranks), folder.open_part)
+        Path(cache_folder) / "index", shards, versions, tokenizer_id,
+        lambda shard, version: _index_shard(shard, version, count_tokens),
+    )  # fmt: skip
+    index = Index(shards, versions, folder.summary(rank, num_ranks), folder.open_part)
     if rank == 0:
         for key, reason in islice(index.iter_rejects(), _MAX_REJECTS_LOGGED):
             log.warning("left out %s: %s", key, reason)
@@ -134,11 +147,13 @@ def build_index(
     return index
 
 
-def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> tuple[list[IndexedSample], list[tuple[str, str]]]:
+def _index_shard(
+    shard: str, version: Version, count_tokens: Callable[[str], int]
+) -> tuple[list[IndexedSample], list[tuple[str, str]]]:
     """Return what a shard holds, and (stem, reason) of what of it cannot be used."""
     samples: dict[str, IndexedSample] = {}
     rejects: list[tuple[str, str]] = []
-    for stem, members in _samples(shard):
+    for stem, members in tar_samples(shard, version):
         try:
             if stem in samples:
                 raise ValueError("an earlier sample has the same name")
@@ -164,52 +179,3 @@ def _read_sample(members: dict[str, tuple[int, bytes]]) -> tuple[tuple[int, ...]
     captions, group = parse_captions(meta_extension, meta)
     places = (image_offset, len(image), zlib.crc32(image), meta_offset, len(meta), zlib.crc32(meta))
     return (*places, *shown_size(image)), meta_extension, captions, group
-
-
-def _samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
-    """Yield (stem, {extension: (offset, content)}): by webdataset's rule, neighbours with one stem are one sample."""
-    current, members = None, {}
-    for stem, extension, offset, content in _tar_members(shard):
-        if stem != current and members:
-            yield current, members
-            members = {}
-        current = stem
-        members[extension] = (offset, content)
-    if members:
-        yield current, members
-
-
-def _tar_members(shard: str) -> Iterator[tuple[str, str, int, bytes]]:
-    """Yield (stem, extension, offset, content) of each file in a tar, in order.
-
-    Raises: ValueError if the tar is damaged or cut, also where the cut falls between two members: a whole tar ends in
-    two blocks of zeros, and nothing but zeros follows them.
-    """
-    try:
-        with open(shard, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            end = 0
-            for member in archive:
-                end = member.offset_data + (-(-member.size // 512) * 512 if member.isfile() else 0)
-                if not member.isfile():
-                    continue
-                content = os.pread(file.fileno(), member.size, member.offset_data)
-                if len(content) != member.size:
-                    raise ValueError(f"shard {shard} is cut short inside {member.name}; copy it again")
-                # A name that is not UTF-8 becomes one that is, and stays different from every other.
-                name = member.name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-                folder, slash, base = name.rpartition("/")
-                stem, _, extension = base.partition(".")
-                yield folder + slash + stem, extension.lower(), member.offset_data, content
-            file.seek(end)
-            mark, after = file.read(1024), 0
-            while not after and (block := file.read(1 << 20)):
-                after = len(block) - block.count(0)
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise ValueError(f"shard {shard} cannot be read as a tar file: {error}") from error
-    if mark != bytes(1024):
-        raise ValueError(
-            f"shard {shard} has no end mark (two blocks of zeros) at byte {end}: it is cut short between two members, "
-            "or damaged there; copy it again"
-        )
-    if after:
-        raise ValueError(f"shard {shard} goes on after its end mark at byte {end}: give joined tar files one by one")

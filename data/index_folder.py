@@ -1,14 +1,13 @@
 """The files an index is kept in: a part for each shard, and a summary of all."""
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 from data.index_part import IndexedSample, IndexPart, PartNotes, write_part
 from data.index_summary import IndexSummary
+from data.versions import Version, identity
 
 FORMAT = "3"
 Found = tuple[list[IndexedSample], list[tuple[str, str]]]
@@ -18,17 +17,22 @@ class IndexFolder:
     """Where the parts and summaries of shards are kept.  A changed shard, or another tokenizer, has other files.
 
     tokenizer_id: names the tokenizer; index_shard: returns the samples of a shard and (stem, reason) of what of it
-    cannot be used.  Raises: ValueError for a shard that is missing.
+    cannot be used.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[str], tokenizer_id: str, index_shard: Callable[[str], Found]):
-        self._shards, self._index_shard = list(shards), index_shard
-        resolved = lru_cache(None)(os.path.realpath)
-        versions = [
-            f"{FORMAT}\0{resolved(os.path.dirname(shard) or '.')}\0{os.path.basename(shard)}\0{_version(shard)}"
-            for shard in shards
+    def __init__(
+        self,
+        folder: Path,
+        shards: Sequence[str],
+        versions: Sequence[Version],
+        tokenizer_id: str,
+        index_shard: Callable[[str, Version], Found],
+    ):
+        self._shards, self._versions, self._index_shard = list(shards), list(versions), index_shard
+        names = [
+            hashlib.sha256(f"{FORMAT}\0{identity(shard)}\0{size}\0{changed}\0{tokenizer_id}".encode()).hexdigest()[:32]
+            for shard, (size, changed) in zip(shards, versions, strict=True)
         ]
-        names = [hashlib.sha256(f"{version}\0{tokenizer_id}".encode()).hexdigest()[:32] for version in versions]
         self._paths = [folder / f"{name}.part" for name in names]
         self._summary_path = folder / f"{hashlib.sha256(' '.join(names).encode()).hexdigest()[:32]}.summary"
         self._verified: set[int] = set()
@@ -63,19 +67,10 @@ class IndexFolder:
         return part
 
     def _build(self, shard: int) -> PartNotes:
-        samples, rejects = self._index_shard(self._shards[shard])
+        samples, rejects = self._index_shard(self._shards[shard], self._versions[shard])
         with _room_for(self._paths[shard]):
             write_part(self._paths[shard], samples, rejects)
         return PartNotes.read(self._paths[shard])
-
-
-def _version(shard: str) -> str:
-    """Return what changes with a shard's content: its size and time."""
-    try:
-        status = os.stat(shard)
-    except OSError as error:
-        raise ValueError(f"shard {shard} cannot be read: {error.strerror}") from error
-    return f"{status.st_size}\0{status.st_mtime_ns}"
 
 
 @contextmanager
