@@ -147,7 +147,10 @@ class ShardCache:
             while written < len(data):
                 written += os.pwrite(partial, memoryview(data)[written:], written)
             fcntl.flock(partial, fcntl.LOCK_SH)  # may be read from now on, but not yet taken away
-            os.rename(path.with_name(path.name + _PARTIAL), path)
+            with self._locked():  # a count meanwhile could miss a file under both its names
+                os.rename(path.with_name(path.name + _PARTIAL), path)
+        except TimeoutError:  # a left-over, for others to clear away
+            os.close(partial)
         except OSError as error:
             self._stop_writing(error)
             self._abandon(path, partial)
@@ -174,10 +177,7 @@ class ShardCache:
         entries = []
         for folder in (entry.path for entry in os.scandir(self.folder) if entry.is_dir()):
             for entry in os.scandir(folder):
-                try:
-                    status = entry.stat()
-                except FileNotFoundError:  # renamed, which needs no lock
-                    continue
+                status = entry.stat()
                 entries.append((not entry.name.endswith(_PARTIAL), status.st_mtime, status.st_size, entry.path))
         total = sum(size for _, _, size, _ in entries)
         for is_whole, _, size, path in sorted(entries):

@@ -212,6 +212,8 @@ def _in_python(location: str, function, *args, **kwargs):
     except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
         raise PermissionError(f"access to {location} was refused: {_first_line(error)}") from error
     except errors.BaseError as error:
+        if "404 Not Found" in str(error):  # to the request that goes on with a body that was cut
+            raise FileNotFoundError(f"{location} does not exist") from None
         raise OSError(f"{location} could not be read: {_first_line(error)}") from error
 
 
