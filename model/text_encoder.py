@@ -95,6 +95,15 @@ class TextEncoder(nn.Module):
         encoder = cls(tokenizer, language_model, _tokenizer_id(folders[0]))
         return encoder.to(device).eval().requires_grad_(False)
 
+    @classmethod
+    def tokenizer_only(cls, model_folder: str | Path) -> "TextEncoder":
+        """Load `tokenizer/` alone, to count tokens where nothing is encoded.  Raises: ValueError if it is missing."""
+        folder = Path(model_folder) / "tokenizer"
+        if not folder.is_dir():
+            raise ValueError(f"no tokenizer/ in {model_folder}; give a folder in the released layout")
+        with _quiet_transformers():
+            return cls(_load_tokenizer(folder), nn.Identity(), _tokenizer_id(folder))
+
     def _tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
