@@ -34,8 +34,9 @@ class Progress:
     def skip(self, count: int) -> None:
         """Count what an earlier start has done; it does not go into the speed."""
         self._skipped += count
-        self._bar.initial += count
-        self._bar.update(count)
+        if self._interactive:
+            self._bar.initial += count
+            self._bar.update(count)
 
     def advance(self) -> None:
         """Count one picture."""
