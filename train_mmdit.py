@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data.captions import LANGUAGE_ROWS, language_row
 from data.index import build_index
 from data.order import GlobalOrder
 from data.plan import BatchPlan, spread_micro_batches
@@ -59,7 +60,6 @@ from utils.phase_timer import PhaseTimer
 from utils.random_streams import torch_generator
 from utils.schedule import learning_rate
 
-LANGUAGES = ("zh", "en", "other")
 NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
 log = logging.getLogger("train")
 
@@ -149,7 +149,7 @@ class Batch:
     txt: Tensor  # (T, joint_attention_dim)
     t: Tensor  # (B,) float32
     weight: Tensor  # (B,) float32; 0 for a filler
-    language: Tensor  # (B,) int64, index into LANGUAGES
+    language: Tensor  # (B,) int64, index into LANGUAGE_ROWS
 
 
 def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: int | None = None) -> Batch:
@@ -179,7 +179,7 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
         txt=torch.cat(txt),
         t=torch.stack(times).to(encoders.device),
         weight=torch.tensor([sample.plan.weight for sample in samples], device=encoders.device),
-        language=torch.tensor([LANGUAGES.index(sample.plan.language) for sample in samples], device=encoders.device),
+        language=torch.tensor([language_row(sample.plan.language) for sample in samples], device=encoders.device),
     )
 
 
@@ -193,7 +193,7 @@ def sample_losses(model: nn.Module, batch: Batch, cfg: Config) -> Tensor:
 @torch.no_grad()
 def validation_losses(model: nn.Module, encoders: Encoders, reader: Reader, cfg: Config, micro_batches: list) -> dict:
     """Return the mean loss at NUM_STRATA equally likely times: in all, by language and by time."""
-    sums, counts = torch.zeros(2, len(LANGUAGES), NUM_STRATA, dtype=torch.float64)
+    sums, counts = torch.zeros(2, len(LANGUAGE_ROWS), NUM_STRATA, dtype=torch.float64)
     for stratum in range(NUM_STRATA):
         for planned in micro_batches:
             batch = make_batch([reader.read(p, encoders.needs_picture) for p in planned], encoders, cfg, stratum)
@@ -202,10 +202,10 @@ def validation_losses(model: nn.Module, encoders: Encoders, reader: Reader, cfg:
             counts[:, stratum].index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
     # Peers along cp and tp count everything again, above and below the line alike.
     totals = torch.tensor(all_reduce_sum(torch.stack((sums, counts)).flatten().tolist(), encoders.device))
-    sums, counts = totals.view(2, len(LANGUAGES), NUM_STRATA)
+    sums, counts = totals.view(2, len(LANGUAGE_ROWS), NUM_STRATA)
     result = {"val_loss": sums.sum() / counts.sum()}
     result |= {
-        f"val_loss_{name}": s.sum() / n.sum() for name, s, n in zip(LANGUAGES, sums, counts, strict=True) if n.sum()
+        f"val_loss_{name}": s.sum() / n.sum() for name, s, n in zip(LANGUAGE_ROWS, sums, counts, strict=True) if n.sum()
     }
     result |= {f"val_loss_t{k}": sums[:, k].sum() / counts[:, k].sum() for k in range(NUM_STRATA)}
     return {name: value.item() for name, value in result.items()}
@@ -216,8 +216,8 @@ def check_config(cfg: Config) -> None:
     for name in ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(cfg, name)}")
-    if cfg.num_languages not in (0, len(LANGUAGES)):
-        raise ValueError(f"--num_languages must be 0 or {len(LANGUAGES)} {LANGUAGES}, got {cfg.num_languages}")
+    if cfg.num_languages not in (0, len(LANGUAGE_ROWS)):
+        raise ValueError(f"--num_languages must be 0 or {len(LANGUAGE_ROWS)} {LANGUAGE_ROWS}, got {cfg.num_languages}")
     for name, known in (("dtype", ("auto", "float32", "bfloat16")), ("reduce_dtype", ("float32", "bfloat16"))):
         if getattr(cfg, name) not in known:
             raise ValueError(f"--{name} must be one of {', '.join(known)}, got {getattr(cfg, name)!r}")
@@ -335,7 +335,7 @@ def main(cfg: Config) -> None:
         with timer.phase("data_wait"):
             micro_batches = loader.next_step()
         # Loss and backward
-        loss_sums, loss_counts = torch.zeros(2, len(LANGUAGES), dtype=torch.float64)
+        loss_sums, loss_counts = torch.zeros(2, len(LANGUAGE_ROWS), dtype=torch.float64)
         tokens, fillers, flops = 0, 0, 0
         for i, samples in enumerate(micro_batches):
             with timer.phase("encode"):
@@ -380,7 +380,7 @@ def main(cfg: Config) -> None:
         if cfg.log_samples:
             run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
         if cfg.log_every and step % cfg.log_every == 0:
-            by_language = zip(LANGUAGES, loss_sums, loss_counts, strict=True)
+            by_language = zip(LANGUAGE_ROWS, loss_sums, loss_counts, strict=True)
             scalars = {"loss": loss} | {f"loss_{name}": (s / n).item() for name, s, n in by_language if n}
             scalars |= {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
             scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad}

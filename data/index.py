@@ -20,7 +20,7 @@ import numpy as np
 from data.captions import LANGUAGES, parse_captions
 from data.images import shown_size
 
-FORMAT = "2"
+FORMAT = "3"
 IMAGE_EXTENSIONS = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
 META_EXTENSIONS = ("json", "txt")
 log = logging.getLogger("train")

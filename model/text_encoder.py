@@ -124,7 +124,8 @@ class TextEncoder(nn.Module):
         tokens, limit = self._tokens(caption), self.num_prefix_tokens + MAX_TOKENS
         if len(tokens) > limit:
             self.num_truncated += 1
-            log.warning("caption cut to %d tokens (%d so far): %.60s…", MAX_TOKENS, self.num_truncated, caption)
+            if self.num_truncated.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: a collection may have millions
+                log.warning("caption cut to %d tokens (%d so far): %.60s…", MAX_TOKENS, self.num_truncated, caption)
         ids = torch.tensor([tokens[:limit]], device=next(self.language_model.parameters()).device)
         # The states after the final norm, as the pipeline's hidden_states[-1]; the output layer is never run.
         states = self.language_model(input_ids=ids, use_cache=False).last_hidden_state

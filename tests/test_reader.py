@@ -1,5 +1,6 @@
 """Reading: exact bytes, any number of threads, bad samples replaced alike everywhere."""
 
+import gc
 import logging
 import os
 from collections import Counter
@@ -147,6 +148,7 @@ def test_more_shards_than_stay_open(tmp_path, monkeypatch):
     monkeypatch.setattr("data.reader._MAX_OPEN_SHARDS", 2)
     shards = [write_shard(tmp_path / f"{n}.tar", simple_samples(4)) for n in range(8)]
     index = build_index([str(s) for s in shards], lambda text: 3, "t", tmp_path / "cache")
+    gc.collect()  # shards of earlier tests, held by cycles, close now or not at all
     reader, open_before = Reader(index), len(os.listdir("/dev/fd"))
     order = [i % 32 for i in range(0, 32 * 11 * 4, 11)]
     with ThreadPoolExecutor(4) as pool:
