@@ -91,9 +91,11 @@ def caption_member(cells: Sequence[tuple[str | None, object]]) -> tuple[str, byt
         captions = {}
         for label, cell in cells:
             for wording in cell if isinstance(cell, list) else [cell]:
-                text = wording.get("text", "") if isinstance(wording, dict) else wording
+                text, own = wording, None
+                if isinstance(wording, dict):
+                    text, own = wording.get("text"), wording.get("language")
                 if isinstance(text, str):
-                    captions.setdefault(label or language_of(text), []).append(wording)
+                    captions.setdefault(label or own or language_of(text), []).append(wording)
     return "json", json.dumps({"captions": captions}, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
 
 

@@ -98,7 +98,8 @@ def check(cfg: Config) -> None:
 def main(cfg: Config) -> None:
     check(cfg)
     logging.basicConfig(format="%(message)s", level=logging.INFO if is_main() else logging.WARNING)
-    if not dist.is_initialized():
+    is_ours = not dist.is_initialized()
+    if is_ours:
         alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("gloo", timeout=_PATIENCE, **alone)
 
@@ -156,7 +157,8 @@ def main(cfg: Config) -> None:
         complete(output, state, len(shards))
         print(report.summary())
     dist.barrier()
-    dist.destroy_process_group()
+    if is_ours:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

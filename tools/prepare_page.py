@@ -9,7 +9,7 @@ from data.captions import LANGUAGES
 from tools.prepare_charts import bars, histogram
 from tools.prepare_sample import REASONS
 
-_LANGUAGE_NAMES = {"zh": "Chinese", "en": "English", "other": "other"}
+_LANGUAGE_NAMES = {"zh": "Chinese", "en": "English", "other": "other", "none": "no letters"}
 _STYLE = Path(__file__).with_name("prepare_page.css").read_text(encoding="utf-8")
 
 

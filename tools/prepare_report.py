@@ -170,9 +170,11 @@ def _kept_example(record: dict, shards: Sequence[Piece], recipe: Recipe) -> Exam
     if not isinstance(sample, Sample):  # a URL that is gone by now
         return Example(record["origin"], [], [])
     size = "{1} x {0}".format(*sample.size)
-    captions = [(language, _text(wordings[0])) for language, wordings in sample.captions.items()]
+    captions = {wording.language: wording.text for wording in reversed(sample.wordings)}  # the first of each language
     stored = ", ".join("{1} x {0}".format(*p.placement.size) for p in sample.pictures)
-    return Example(record["origin"], [thumbnail(sample.pictures[0].image)], captions, f"{size} → {stored}")
+    return Example(
+        record["origin"], [thumbnail(sample.pictures[0].image)], sorted(captions.items()), f"{size} → {stored}"
+    )
 
 
 def _reject_example(line: dict, shards: Sequence[Piece]) -> Example:
@@ -190,7 +192,3 @@ def _picture(row: Row) -> str | None:
         return thumbnail(decode_image(content))
     except (OSError, ValueError):
         return None
-
-
-def _text(wording: object) -> str:
-    return wording if isinstance(wording, str) else str(getattr(wording, "text", wording))

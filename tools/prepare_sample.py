@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from data.aspect import Placement, TooExtremeError, TooSmallError, cut, placements
-from data.captions import parse_captions
+from data.captions import Wording, parse_wordings
 from data.images import decode_image
 from data.picture_bytes import read_picture_bytes
 from data.picture_hash import picture_hash
@@ -74,7 +74,7 @@ class Sample:
     origin: str
     size: tuple[int, int]  # of the picture as shown, (height, width) in pixels
     pictures: list[FittedPicture]  # the largest first
-    captions: dict[str, list]  # by language, as `parse_captions` gives them
+    wordings: list[Wording]  # sorted by language
     meta: dict  # of the sample's .json, without what is particular to a size
     hash: np.ndarray  # (3,) uint64, of the whole picture
     digest: bytes  # of the file
@@ -117,7 +117,7 @@ def make_sample(number: int, row: Row, recipe: Recipe) -> Sample | Reject:
     if row.caption is None:
         return reject("empty_caption", "there is no .json or .txt with its name")
     try:
-        captions, group = parse_captions(*row.caption)
+        wordings, group = parse_wordings(*row.caption)
     except ValueError as error:
         return reject("empty_caption" if "no caption" in str(error) else "refused_caption", error)
     try:
@@ -141,10 +141,14 @@ def make_sample(number: int, row: Row, recipe: Recipe) -> Sample | Reject:
     ]
     named = {name: str(value) for name, value in row.fields.items() if name in recipe.defaults}
     facts = recipe.defaults | ({"category": group} if group else {}) | named
-    meta = {"captions": captions, **{name: value for name, value in facts.items() if value}, "origin": row.origin}
+    meta = {
+        "captions": _captions(wordings),
+        **{name: value for name, value in facts.items() if value},
+        "origin": row.origin,
+    }
     meta |= {name: value for name, value in row.fields.items() if name not in meta}
     digest = hashlib.sha256(content).digest()[:16]
-    return Sample(number, row.origin, size, pictures, captions, meta, picture_hash(image), digest)
+    return Sample(number, row.origin, size, pictures, wordings, meta, picture_hash(image), digest)
 
 
 def raw_members(sample: Sample, recipe: Recipe) -> Members:
@@ -163,6 +167,15 @@ def thumbnail(image: Image.Image, side: int = 112) -> str:
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=75)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _captions(wordings: list[Wording]) -> dict[str, list]:
+    """Return {language: [text, or {text, weight} where the weight is not 1]}, which `parse_wordings` reads back."""
+    captions: dict[str, list] = {}
+    for wording in wordings:
+        entry = wording.text if wording.weight == 1 else {"text": wording.text, "weight": wording.weight}
+        captions.setdefault(wording.language, []).append(entry)
+    return captions
 
 
 def _original(content: bytes, shown: Image.Image, placement: Placement) -> tuple[str, bytes] | None:

@@ -125,6 +125,9 @@ def _record(outcome: Sample | Reject, members: list, count_tokens: Callable[[str
     if isinstance(outcome, Reject):
         return {"row": outcome.number, "origin": outcome.origin, "reason": outcome.reason, "detail": outcome.detail}
     measure = count_tokens or len
+    lengths: dict[str, list[int]] = {}
+    for wording in outcome.wordings:
+        lengths.setdefault(wording.language, []).append(measure(wording.text))
     samples = [
         {
             "key": key,
@@ -143,7 +146,7 @@ def _record(outcome: Sample | Reject, members: list, count_tokens: Callable[[str
         "category": outcome.meta.get("category", ""),
         "size": outcome.size,
         "samples": samples,
-        "caption_lengths": {k: [measure(text) for text in texts] for k, texts in outcome.captions.items()},
+        "caption_lengths": lengths,
         "hash": outcome.hash.tobytes().hex(),
         "digest": outcome.digest.hex(),
     }
