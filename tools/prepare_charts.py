@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 _ROW, _BAR = 26, 18  # pixels
-_LABEL, _LENGTH, _VALUE = 150, 330, 110
+_LABEL, _LENGTH, _VALUE = 190, 290, 110
 _WIDTH, _HEIGHT, _FOOT, _HEAD = 560, 150, 22, 18
-_CHARACTERS = 20  # of a label
+_CHARACTERS = 28  # of a label
 
 
 def bars(counts: Mapping[str, int], total: int, most: int = 12) -> str:
