@@ -2,20 +2,23 @@
 
 import http.client
 import random
+import socket
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from urllib.parse import quote
 
-from utils.byte_source import DEFAULT_PATIENCE, Patience, is_remote, open_source
+from utils.byte_source import Patience, is_remote, open_source
 
 MAX_BYTES = 2**28  # of one picture's file
+# Of pictures from the web many are gone for good: a shard must not wait minutes for each.
+WEB_PATIENCE = Patience(max_retries=3, first_wait_s=0.5, max_wait_s=5.0, stall_s=15.0, total_s=60.0)
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _CHUNK = 2**18
 
 
-def read_picture_bytes(location: str, patience: Patience = DEFAULT_PATIENCE) -> bytes:
+def read_picture_bytes(location: str, patience: Patience | None = None) -> bytes:
     """Read a whole file.
 
     A web address is fetched with one GET: of small files from many hosts, many of which answer neither HEAD nor ranges
@@ -23,7 +26,7 @@ def read_picture_bytes(location: str, patience: Patience = DEFAULT_PATIENCE) -> 
     Raises: OSError or ValueError with the reason.
     """
     if is_remote(location) and location.startswith("http"):
-        return _fetch(location, patience)
+        return _fetch(location, patience or WEB_PATIENCE)
     if not is_remote(location) and not Path(location).is_file():  # of a pipe or a device nothing ends
         raise FileNotFoundError(
             f"{location} does not exist" if not Path(location).exists() else f"{location} is no file"
@@ -48,7 +51,7 @@ def _fetch(url: str, patience: Patience) -> bytes:
             problem, again = f"the server answers {error.code} {error.reason}", error.code in _TRANSIENT
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            problem, again = f"{type(reason).__name__}: {reason}", True
+            problem, again = f"{type(reason).__name__}: {reason}", not _is_final(reason)
         wait = min(patience.max_wait_s, patience.first_wait_s * 2**attempt) * random.uniform(0.5, 1)
         if not again or attempt == patience.max_retries or time.monotonic() + wait > deadline:
             break
@@ -73,6 +76,13 @@ def _get(url: str, patience: Patience, deadline: float) -> bytes:
     if length is not None and size != int(length):
         raise http.client.IncompleteRead(b"", int(length) - size)
     return b"".join(chunks)
+
+
+def _is_final(reason: object) -> bool:
+    """Return whether an error will not pass: a host that does not exist, or no address at all."""
+    if isinstance(reason, socket.gaierror):
+        return reason.errno != socket.EAI_AGAIN
+    return isinstance(reason, http.client.InvalidURL)
 
 
 def _check_size(size: int) -> None:

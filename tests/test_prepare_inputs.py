@@ -14,10 +14,11 @@ from PIL import Image
 
 from data import source_table
 from data.captions import parse_wordings
-from data.picture_bytes import read_picture_bytes
+from data.picture_bytes import beside, read_picture_bytes
 from data.row import Columns
 from data.sources import fingerprint, open_sources, pieces
-from tests.collections_of_pictures import KINDS, picture, records, write_collection
+from tests.collections_of_pictures import KINDS, files_of, picture, records, write_collection
+from tests.range_server import range_server
 from tests.shards import write_shard
 from utils.byte_source import Patience
 
@@ -250,9 +251,17 @@ def test_web_addresses_heal_or_give_their_reason(server):
         read_picture_bytes("http://127.0.0.1:9/x", QUICK)
 
 
-def test_a_table_on_a_web_server_names_its_neighbours():
-    from data.picture_bytes import beside
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet-struct", "tar"])
+def test_tables_and_archives_on_a_server_are_read_as_local_ones(tmp_path, kind):
+    path = write_collection(tmp_path / "in", kind, records())
+    with range_server({f"/in/{name}": content for name, content in files_of(tmp_path / "in").items()}) as server:
+        server.faults = [503, "cut"]
+        assert read(f"{server.url}/in/{path.name}") == read(path)
+        with pytest.raises(ValueError, match="nowhere.csv does not exist"):
+            open_sources([f"{server.url}/in/nowhere.csv"], Columns())
 
+
+def test_names_in_a_table_are_relative_to_it():
     assert beside("https://host/a/t.csv", "pictures/b.png") == "https://host/a/pictures/b.png"
     assert beside("https://host/a/t.csv", "s3://other/b.png") == "s3://other/b.png"
     assert beside("some/t.csv", "b.png") == "some/b.png" and beside("some/t.csv", "/b.png") == "/b.png"

@@ -79,6 +79,14 @@ class Sample:
     hash: np.ndarray  # (3,) uint64, of the whole picture
     digest: bytes  # of the file
 
+    @property
+    def captions(self) -> dict[str, list[str]]:
+        """The texts by language, in the order of the .json member."""
+        captions: dict[str, list[str]] = {}
+        for wording in self.wordings:
+            captions.setdefault(wording.language, []).append(wording.text)
+        return captions
+
     def key(self, picture: FittedPicture) -> str:
         """Return the key of the sample that this picture becomes."""
         key = f"{self.number:0{_KEY_DIGITS}d}"

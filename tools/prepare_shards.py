@@ -125,9 +125,6 @@ def _record(outcome: Sample | Reject, members: list, count_tokens: Callable[[str
     if isinstance(outcome, Reject):
         return {"row": outcome.number, "origin": outcome.origin, "reason": outcome.reason, "detail": outcome.detail}
     measure = count_tokens or len
-    lengths: dict[str, list[int]] = {}
-    for wording in outcome.wordings:
-        lengths.setdefault(wording.language, []).append(measure(wording.text))
     samples = [
         {
             "key": key,
@@ -146,7 +143,7 @@ def _record(outcome: Sample | Reject, members: list, count_tokens: Callable[[str
         "category": outcome.meta.get("category", ""),
         "size": outcome.size,
         "samples": samples,
-        "caption_lengths": lengths,
+        "caption_lengths": {name: [measure(text) for text in texts] for name, texts in outcome.captions.items()},
         "hash": outcome.hash.tobytes().hex(),
         "digest": outcome.digest.hex(),
     }
