@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ from parallel.mesh import build_mesh, data_parallel, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights
 from tools.sample_grid import sample_grid
+from tools.validation import validation_losses
 from utils.config import parse, run_main, write_run_folder
 from utils.ema import EMA
 from utils.flops import device_peak, mmdit_forward_flops
@@ -161,7 +163,7 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
     for sample in samples:
         epoch, purpose = (sample.plan.epoch, "train") if stratum is None else (0, f"validation {stratum}")
         random = torch_generator(cfg.seed, epoch, sample.key, purpose)
-        mean, std = encoders.moments(sample.key, sample.read_pixels)
+        mean, std = encoders.moments(sample.key, sample.read_pixels, sample.latents)
         normal, eps, posterior = torch.randn((), generator=random), *torch.randn(2, *mean.shape, generator=random)
         grids.append([(1, mean.shape[1] // PATCH, mean.shape[2] // PATCH)])
         mu = flow.shift_mu(math.prod(grids[-1][0]))
@@ -171,7 +173,7 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
             times.append(flow.shift_t(torch.tensor(flow.logit_normal_quantiles(NUM_STRATA)[stratum]), mu))
         x0.append(patchify(mean + std * posterior.to(std) if cfg.sample_posterior else mean))
         noise.append(patchify(eps.to(mean)))
-    txt = [encoders.prompt(sample.caption) for sample in samples]
+    txt = [encoders.prompt(sample.caption, sample.states) for sample in samples]
     return Batch(
         layout=PackedLayout.build(grids, [len(states) for states in txt], encoders.device),
         x0=torch.cat(x0),
@@ -190,25 +192,10 @@ def sample_losses(model: nn.Module, batch: Batch, cfg: Config) -> Tensor:
     return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout)
 
 
-@torch.no_grad()
-def validation_losses(model: nn.Module, encoders: Encoders, reader: Reader, cfg: Config, micro_batches: list) -> dict:
-    """Return the mean loss at NUM_STRATA equally likely times: in all, by language and by time."""
-    sums, counts = torch.zeros(2, len(LANGUAGE_ROWS), NUM_STRATA, dtype=torch.float64)
-    for stratum in range(NUM_STRATA):
-        for planned in micro_batches:
-            batch = make_batch([reader.read(p, encoders.needs_picture) for p in planned], encoders, cfg, stratum)
-            losses = sample_losses(model, batch, cfg) * batch.weight
-            sums[:, stratum].index_add_(0, batch.language.cpu(), losses.double().cpu())
-            counts[:, stratum].index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
-    # Peers along cp and tp count everything again, above and below the line alike.
-    totals = torch.tensor(all_reduce_sum(torch.stack((sums, counts)).flatten().tolist(), encoders.device))
-    sums, counts = totals.view(2, len(LANGUAGE_ROWS), NUM_STRATA)
-    result = {"val_loss": sums.sum() / counts.sum()}
-    result |= {
-        f"val_loss_{name}": s.sum() / n.sum() for name, s, n in zip(LANGUAGE_ROWS, sums, counts, strict=True) if n.sum()
-    }
-    result |= {f"val_loss_t{k}": sums[:, k].sum() / counts[:, k].sum() for k in range(NUM_STRATA)}
-    return {name: value.item() for name, value in result.items()}
+def stratum_losses(model: nn.Module, encoders: Encoders, reader: Reader, cfg: Config, planned: list, stratum: int):
+    """Return losses, weights and languages, (B,) each, of planned samples at one of the NUM_STRATA times."""
+    batch = make_batch([reader.read(p, encoders.needs_picture) for p in planned], encoders, cfg, stratum)
+    return sample_losses(model, batch, cfg), batch.weight, batch.language
 
 
 def check_config(cfg: Config) -> None:
@@ -243,6 +230,8 @@ def main(cfg: Config) -> None:
         build_index(expand_shards(source, split, cache), encoders.text.count_tokens, encoders.text.tokenizer_id, cache)
         for source, split in ((cfg.data, "train"), (cfg.validation_data or cfg.data, "validation"))
     )
+    index.check_encoded_by(encoders.identity)
+    val_index.check_encoded_by(encoders.identity)
     plan = BatchPlan(
         index, GlobalOrder(len(index), cfg.global_batch_size, cfg.seed), num_ranks=num_data_ranks, rank=data_rank,
         max_tokens=cfg.max_tokens_per_micro_batch, seed=cfg.seed, caption_dropout=cfg.caption_dropout,
@@ -318,7 +307,8 @@ def main(cfg: Config) -> None:
             checkpoint.prune(checkpoints, cfg.keep_checkpoints)
         if cfg.eval_every and (ended or step % cfg.eval_every == 0):
             with ema.swapped_in(model):
-                run_log.scalars(step, validation_losses(model, encoders, val_reader, cfg, val_micro_batches))
+                losses_of = partial(stratum_losses, model, encoders, val_reader, cfg)
+                run_log.scalars(step, validation_losses(losses_of, val_micro_batches, NUM_STRATA, device))
         if cfg.sample_every and (ended or step % cfg.sample_every == 0):
             with ema.swapped_in(model):
                 picture = sample_grid(

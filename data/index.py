@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from data.captions import LANGUAGES, parse_captions
-from data.images import shown_size
+from data.encoded import EXTENSION, EncodedMember, Size, fitting_size
+from data.images import MULTIPLE, fitted_size, shown_size
 
 FORMAT = "3"
 IMAGE_EXTENSIONS = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
@@ -47,6 +48,16 @@ class SampleRecord:
     meta_extension: str
     group: str
     caption_tokens: dict[str, tuple[int, ...]]  # language → text tokens of each wording
+    encoded_sizes: tuple[Size, ...] = ()  # of an encoded sample, whose "image" is its .safetensors; else none
+
+    def trained_size(self, max_pixels: int) -> Size:
+        """Return the (height, width) at which the picture is trained.
+
+        Raises: ValueError if it is encoded at larger sizes only.
+        """
+        if self.encoded_sizes:
+            return fitting_size(self.encoded_sizes, max_pixels)
+        return fitted_size(self.height, self.width, MULTIPLE, max_pixels)
 
 
 class Index:
@@ -54,7 +65,8 @@ class Index:
 
     A shard's part, N samples with C wordings in all: numbers (N, 8) int64, columns image_offset to width as in
     SampleRecord; meta_extension (N,) uint8; caption_end (N,) int64; caption_language (C,) uint8 and caption_tokens (C,)
-    int32; and key, group, reject_key, reject_reason, each UTF-8 bytes `<name>` uint8 with `<name>_end` int64.
+    int32; encoded_sizes (S, 2) int32 with encoded_size_end (N,) int64; and key, group, encoded_by (of the shard, each
+    once), reject_key, reject_reason, each UTF-8 bytes `<name>` uint8 with `<name>_end` int64.
     """
 
     def __init__(self, shards: Sequence[str], parts: Sequence[dict[str, np.ndarray]]):
@@ -89,12 +101,25 @@ class Index:
             meta_extension=META_EXTENSIONS[part["meta_extension"][row]],
             group=_string(part, "group", row),
             caption_tokens=captions,
+            encoded_sizes=tuple(
+                map(tuple, part["encoded_sizes"][slice(*_span(part["encoded_size_end"], row))].tolist())
+            ),
         )
 
     def key(self, i: int) -> str:
         """Return the key of sample `i`, which no other sample has."""
         shard, part, row = self._locate(i)
         return f"{self._names[shard]}/{_string(part, 'key', row)}"
+
+    def check_encoded_by(self, identity: str) -> None:
+        """Raise ValueError if a shard holds latents or text states of other encoders than `identity` names."""
+        for shard, part in zip(self.shards, self._parts, strict=True):
+            for other in (_string(part, "encoded_by", i) for i in range(len(part["encoded_by_end"]))):
+                if other != identity:
+                    raise ValueError(
+                        f"shard {shard} was encoded by {other}, --model has {identity}; give the model that it was "
+                        "encoded with, or encode the raw shards again (python -m tools.prepare_encode)"
+                    )
 
     def _locate(self, i: int) -> tuple[int, dict[str, np.ndarray], int]:
         if not 0 <= i < len(self):
@@ -201,12 +226,15 @@ def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> dict[str, np
     meta_extensions: list[int] = []
     captions: list[tuple[int, int]] = []  # language, tokens
     caption_ends: list[int] = []
+    sizes: list[Size] = []
+    size_ends: list[int] = []
+    encoded_by: set[str] = set()
     rejects: list[tuple[str, str]] = []
     for stem, members in _samples(shard):
         try:
             if stem in keys:
                 raise ValueError("an earlier sample has the same name")
-            numbers, extension, wordings, group = _read_sample(members)
+            numbers, extension, tokens, group, encoded = _read_sample(members, count_tokens)
         except ValueError as error:
             rejects.append((stem, str(error)))
             continue
@@ -214,15 +242,20 @@ def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> dict[str, np
         rows.append(numbers)
         groups.append(group)
         meta_extensions.append(META_EXTENSIONS.index(extension))
-        for language, texts in wordings.items():
-            captions.extend((LANGUAGES.index(language), count_tokens(text)) for text in texts)
+        captions.extend((LANGUAGES.index(language), count) for language, count in tokens)
         caption_ends.append(len(captions))
+        sizes.extend(encoded.sizes if encoded else ())
+        size_ends.append(len(sizes))
+        encoded_by |= {encoded.encoded_by} if encoded else set()
     return {
         "numbers": np.array(rows, np.int64).reshape(-1, _NUM_NUMBERS),
         "meta_extension": np.array(meta_extensions, np.uint8),
         "caption_end": np.array(caption_ends, np.int64),
         "caption_language": np.array([language for language, _ in captions], np.uint8),
         "caption_tokens": np.array([tokens for _, tokens in captions], np.int32),
+        "encoded_sizes": np.array(sizes, np.int32).reshape(-1, 2),
+        "encoded_size_end": np.array(size_ends, np.int64),
+        **_strings("encoded_by", sorted(encoded_by)),
         **_strings("key", list(keys)),
         **_strings("group", groups),
         **_strings("reject_key", [stem for stem, _ in rejects]),
@@ -230,19 +263,26 @@ def _index_shard(shard: str, count_tokens: Callable[[str], int]) -> dict[str, np
     }
 
 
-def _read_sample(members: dict[str, tuple[int, bytes]]) -> tuple[tuple[int, ...], str, dict[str, list[str]], str]:
-    """Return a sample's numbers, its caption member's extension, captions and group.
+def _read_sample(
+    members: dict[str, tuple[int, bytes]], count_tokens: Callable[[str], int]
+) -> tuple[tuple[int, ...], str, list[tuple[str, int]], str, EncodedMember | None]:
+    """Return a sample's numbers, its caption member's extension, (language, tokens) of each caption, group and latents.
 
-    members: extension → (offset in the shard, content).  Raises: ValueError with the reason why it cannot be used.
+    members: extension → (offset in the shard, content); an encoded picture counts before a file.
+    Raises: ValueError with the reason why it cannot be used.
     """
-    image_extension = next((e for e in IMAGE_EXTENSIONS if e in members), None)
+    image_extension = next((e for e in (EXTENSION, *IMAGE_EXTENSIONS) if e in members), None)
     meta_extension = next((e for e in META_EXTENSIONS if e in members), None)
     if image_extension is None or meta_extension is None:
-        raise ValueError(f"it has {sorted(members)}, but needs a picture and a .json or .txt")
+        raise ValueError(f"it has {sorted(members)}, but needs a picture or .safetensors, and a .json or .txt")
     (image_offset, image), (meta_offset, meta) = members[image_extension], members[meta_extension]
     captions, group = parse_captions(meta_extension, meta)
     places = (image_offset, len(image), zlib.crc32(image), meta_offset, len(meta), zlib.crc32(meta))
-    return (*places, *shown_size(image)), meta_extension, captions, group
+    if image_extension == EXTENSION:
+        encoded = EncodedMember(image)
+        return (*places, *encoded.sizes[-1]), meta_extension, encoded.count_tokens(captions), group, encoded
+    tokens = [(language, count_tokens(text)) for language, texts in captions.items() for text in texts]
+    return (*places, *shown_size(image)), meta_extension, tokens, group, None
 
 
 def _samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:

@@ -6,7 +6,7 @@ A pure function of the step: ranks and reader threads change who computes a samp
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from data.images import MULTIPLE, fitted_size
+from data.images import MULTIPLE
 from data.index import Index, SampleRecord
 from data.order import GlobalOrder
 from data.pack import deal
@@ -56,7 +56,7 @@ def spread_micro_batches(
 
 
 def _planned(epoch: int, i: int, record: SampleRecord, language: str, wording: int, max_pixels: int) -> PlannedSample:
-    height, width = fitted_size(record.height, record.width, MULTIPLE, max_pixels)
+    height, width = record.trained_size(max_pixels)
     image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
     text_tokens = record.caption_tokens[language][wording]
     return PlannedSample(epoch, i, language, wording, False, height, width, image_tokens, text_tokens)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from data.captions import parse_captions
-from data.images import MULTIPLE, decode_image, fit, fitted_size
+from data.encoded import EncodedMember
+from data.images import MULTIPLE, decode_image, fit
 from data.index import Index, SampleRecord
 from data.plan import DEFAULT_MAX_PIXELS, BatchPlan, PlannedSample
 
@@ -38,6 +39,8 @@ class Sample:
     caption: str  # "" if dropped
     pixels: Tensor | None  # uint8 (3, H, W), or None if it was not wanted
     reader: "Reader"
+    latents: tuple[Tensor, Tensor] | None = None  # of an encoded sample: mean and std, (C, h, w) each
+    states: Tensor | None = None  # of an encoded sample: the caption's text states, (T, D)
 
     def read_pixels(self) -> Tensor:
         """Return the picture, uint8 (3, H, W), from the shard if it was not read ahead."""
@@ -87,6 +90,11 @@ class Reader:
                 continue
             try:
                 caption = self.read_captions(candidate.index)[candidate.language][candidate.wording]
+                if self.index[candidate.index].encoded_sizes:
+                    latents, states = self._read_encoded(candidate)
+                    return Sample(
+                        candidate, key, "" if candidate.drop_caption else caption, None, self, latents, states
+                    )
                 pixels = self.read_pixels(candidate.index) if needs_pixels(key) else None
             except (ValueError, LookupError, OSError) as error:
                 self._note_bad(key, str(error))
@@ -119,7 +127,7 @@ class Reader:
     def _in_place_of(self, planned: PlannedSample, i: int, same_size: bool) -> PlannedSample | None:
         """Return sample `i` in place of `planned`, in its language if possible, or None if it does not fit there."""
         record = self.index[i]
-        height, width = fitted_size(record.height, record.width, MULTIPLE, self.max_pixels)
+        height, width = record.trained_size(self.max_pixels)
         if same_size and (height, width) != (planned.height, planned.width):
             return None
         image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
@@ -140,9 +148,8 @@ class Reader:
             if i in self._captions:
                 self._captions.move_to_end(i)
                 return self._captions[i][0]
-        record = self.index[i]
-        data = self._bytes(record, record.meta_offset, record.meta_size, record.meta_crc32)
-        captions, _ = parse_captions(record.meta_extension, data)
+        data = self.read_meta(i)
+        captions, _ = parse_captions(self.index[i].meta_extension, data)
         with self._lock:
             if i not in self._captions:
                 self._captions[i] = captions, len(data)
@@ -151,19 +158,37 @@ class Reader:
                 self._caption_bytes -= self._captions.popitem(last=False)[1][1]
         return captions
 
+    def read_meta(self, i: int) -> bytes:
+        """Return the .json or .txt member of sample `i`.  Raises: ValueError if its bytes are damaged."""
+        record = self.index[i]
+        return self._bytes(record, record.meta_offset, record.meta_size, record.meta_crc32)
+
     def read_pixels(self, i: int) -> Tensor:
         """Return the picture of sample `i` at its training size, uint8 (3, H, W).
 
         Raises: ValueError if its bytes are damaged or no picture.
         """
         record = self.index[i]
+        if record.encoded_sizes:
+            raise ValueError("it is encoded: its shard holds latents and text states, not the picture")
         image = decode_image(self._bytes(record, record.image_offset, record.image_size, record.image_crc32))
         if (image.height, image.width) != (record.height, record.width):
             raise ValueError(
                 f"it decodes to {image.height} x {image.width} pixels, the index says {record.height} x {record.width}"
             )
-        fitted = fit(image, fitted_size(record.height, record.width, MULTIPLE, self.max_pixels))
+        fitted = fit(image, record.trained_size(self.max_pixels))
         return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous()
+
+    def _read_encoded(self, planned: PlannedSample) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return the latents and text states of an encoded sample."""
+        record = self.index[planned.index]
+        data = self._bytes(record, record.image_offset, record.image_size, record.image_crc32)
+        member = EncodedMember(data)
+        if planned.drop_caption:
+            states = member.empty_states()
+        else:
+            states = member.states(planned.language, planned.wording)
+        return member.latents((planned.height, planned.width)), states
 
     def _bytes(self, record: SampleRecord, offset: int, size: int, crc32: int) -> bytes:
         data = self._shard(record.shard).read(offset, size)
