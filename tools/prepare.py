@@ -11,8 +11,9 @@ import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import torch
 import torch.distributed as dist
 import tyro
 
@@ -23,7 +24,7 @@ from data.sources import fingerprint, open_sources, pieces
 from parallel.distributed import is_main, num_ranks, rank
 from tools.prepare_progress import Progress
 from tools.prepare_report import write_report
-from tools.prepare_sample import FORMATS, Recipe, raw_members
+from tools.prepare_sample import FORMATS, MemberWriter, Recipe, raw_members
 from tools.prepare_shards import (
     DUPLICATES,
     Output,
@@ -34,6 +35,9 @@ from tools.prepare_shards import (
 )
 from tools.prepare_state import begin, complete
 from utils.config import parse, run_main
+
+if TYPE_CHECKING:
+    from model.text_encoder import TextEncoder  # slow to import, and not always needed
 
 log = logging.getLogger("prepare")
 _PATIENCE = timedelta(days=7)  # how long a rank that has done its share waits for the others
@@ -63,6 +67,7 @@ class Config:
     max_enlargement: float = 1.0  # 1 = never enlarge; what is too small is left out
     format: str = "jpg"  # jpg, png or webp, for pictures that have to change
     quality: int = 95  # of jpg and webp
+    encode: str = ""  # folder in the released layout: write VAE latents and text states, not pictures (data/encoded.py)
     duplicates: str = "perceptual"  # perceptual, exact (same file) or keep
     hash_distance: int = 4  # of 192 bits, up to which two pictures are the same
     # How to run.
@@ -95,6 +100,22 @@ def check(cfg: Config) -> None:
         raise ValueError(f"--areas names no area; the usual ones are {AREAS}")
 
 
+def load_model(cfg: Config) -> tuple["TextEncoder | None", MemberWriter]:
+    """Return what counts tokens, if a model is named, and what writes samples."""
+    text, write = None, raw_members
+    if cfg.model or cfg.encode:
+        from model.text_encoder import TextEncoder
+
+        text = TextEncoder.tokenizer_only(cfg.model or cfg.encode)
+    if cfg.encode:
+        from tools.prepare_encode import encode_members
+
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", rank() % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+        write = encode_members(cfg.encode, device, torch.bfloat16 if on_gpu else torch.float32)
+    return text, write
+
+
 def main(cfg: Config) -> None:
     check(cfg)
     logging.basicConfig(format="%(message)s", level=logging.INFO if is_main() else logging.WARNING)
@@ -113,11 +134,7 @@ def main(cfg: Config) -> None:
     num_rows = sum(source.num_rows for source in sources)
     if not num_rows:
         raise ValueError(f"--input {' '.join(cfg.input)} has no rows")
-    text = None
-    if cfg.model:
-        from model.text_encoder import TextEncoder  # slow to import
-
-        text = TextEncoder.tokenizer_only(cfg.model)
+    text, write = load_model(cfg)
     count_tokens = text.count_tokens if text else None
     output = Output(Path(cfg.output), cfg.name)
     state = begin(output, cfg, _MAY_CHANGE, fingerprint(sources), num_rows, len(shards))
@@ -138,7 +155,7 @@ def main(cfg: Config) -> None:
             if output.records(number).exists():
                 progress.skip(piece.stop - piece.start)
             else:
-                make_shard(output, number, piece, recipe, raw_members, count_tokens, cfg.num_workers, progress.advance)
+                make_shard(output, number, piece, recipe, write, count_tokens, cfg.num_workers, progress.advance)
     dist.barrier()
 
     # ---- What repeats, over all shards -------------------------------------------------------------------------------

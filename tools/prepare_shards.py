@@ -132,7 +132,7 @@ def _record(outcome: Sample | Reject, members: list, count_tokens: Callable[[str
             "ratio": picture.placement.ratio,
             "size": picture.placement.size,
             "cropped": round(picture.placement.cropped, 4),
-            "original_file": picture.file is not None,
+            "original_file": picture.file is not None and picture.file[0] in content,
             "bytes": sum(map(len, content.values())),
         }
         for picture, (key, content) in zip(outcome.pictures, members, strict=True)
