@@ -22,16 +22,14 @@ def find_duplicates(hashes: np.ndarray, max_distance: int) -> np.ndarray:
         return np.zeros(0, np.int64)
     # Whatever holds for a hash holds for all pictures that have it: only the first of each is compared.
     _, first, of_hash = np.unique(hashes, axis=0, return_index=True, return_inverse=True)
-    of_hash = of_hash.reshape(-1)
-    order = np.sort(first)
-    kept_by = dict.fromkeys(order.tolist(), -1)
-    earlier, later = _pairs_within(hashes[order], max_distance)
+    order, firsts = np.sort(first), first[of_hash.reshape(-1)]
+    earlier, later = (order[side] for side in _pairs_within(hashes[order], max_distance))
+    repeated = np.full(len(hashes), -1)
     by_later = np.lexsort((earlier, later))
-    for a, b in zip(order[earlier[by_later]].tolist(), order[later[by_later]].tolist(), strict=True):
-        if kept_by[b] < 0 and kept_by[a] < 0:
-            kept_by[b] = a
-    firsts = first[of_hash]  # (N,): the first picture with the same hash
-    repeated = np.array([kept_by[i] for i in first.tolist()], np.int64)[of_hash]
+    for a, b in zip(earlier[by_later].tolist(), later[by_later].tolist(), strict=True):
+        if repeated[b] < 0 and repeated[a] < 0:
+            repeated[b] = a
+    repeated = repeated[firsts]
     return np.where(repeated >= 0, repeated, np.where(firsts < np.arange(len(hashes)), firsts, -1))
 
 

@@ -14,20 +14,20 @@ class Folder:
 
     def __init__(self, location: str, columns: Columns):
         self.location, self._columns = location, columns
-        self._pictures: list[tuple[str, str]] = []  # path in the folder, extension of the caption or ""
+        self._pictures: list[tuple[str, str]] = []  # paths in the folder, of the caption or ""
         self.ignored: list[str] = []  # files that are neither
         sizes: dict[str, int] = {}
         for folder, names in _walk(location, "", self.ignored):
+            kinds = {name: _split(name) for name in names}
+            captions = {kind: name for name, kind in kinds.items() if kind[1] in META_EXTENSIONS}
             used = set()
-            stems = {name for name in names}
-            for name in names:
-                stem, _, extension = name.rpartition(".")
-                if extension.lower() not in IMAGE_EXTENSIONS:
+            for name, (stem, extension) in kinds.items():
+                if extension not in IMAGE_EXTENSIONS:
                     continue
-                caption = next((e for e in META_EXTENSIONS if f"{stem}.{e}" in stems), "")
-                self._pictures.append((folder + name, caption))
-                used |= {name, f"{stem}.{caption}"}
-                sizes |= {folder + n: names[n] for n in (name, f"{stem}.{caption}") if n in names}
+                caption = next((captions[stem, e] for e in META_EXTENSIONS if (stem, e) in captions), "")
+                self._pictures.append((folder + name, caption and folder + caption))
+                used |= {name, caption}
+            sizes |= {folder + name: size for name, size in names.items() if name in used}
             self.ignored += [f"{location}/{_readable(folder + name)}" for name in names if name not in used]
         self._pictures.sort()
         self.ignored.sort()
@@ -44,19 +44,23 @@ class Folder:
 
     def rows(self, start: int, stop: int) -> Iterator[Row]:
         """Yield the pictures from `start` to before `stop`."""
-        for name, extension in self._pictures[start:stop]:
-            path = os.path.join(self.location, name)
-            origin = f"{self.location}/{_readable(name)}"
-            caption, fields = None, {}
-            if extension:
+        for name, caption in self._pictures[start:stop]:
+            origin, member, fields = f"{self.location}/{_readable(name)}", None, {}
+            if caption:
                 try:
-                    content = Path(f"{path.rpartition('.')[0]}.{extension}").read_bytes()
+                    content = Path(self.location, caption).read_bytes()
                 except OSError as error:
                     yield Row(origin, problem=f"its caption cannot be read: {error.strerror}")
                     continue
-                caption = (extension, content)
-                fields = fields_of_json(content, self._columns) if extension == "json" else {}
-            yield Row(origin, path, caption, fields)
+                member = (_split(caption)[1], content)
+                fields = fields_of_json(content, self._columns) if member[0] == "json" else {}
+            yield Row(origin, os.path.join(self.location, name), member, fields)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return a file name's stem and its extension in small letters."""
+    stem, _, extension = name.rpartition(".")
+    return stem, extension.lower()
 
 
 def _walk(location: str, folder: str, ignored: list[str]) -> Iterator[tuple[str, dict[str, int]]]:

@@ -267,6 +267,20 @@ def test_names_in_a_table_are_relative_to_it():
     assert beside("some/t.csv", "b.png") == "some/b.png" and beside("some/t.csv", "/b.png") == "/b.png"
 
 
+def test_a_folder_pairs_by_stem_and_names_what_it_ignores(tmp_path):
+    for name in ("a.JPG", "a.TXT", "b.png", "b.txt", "b.json", "c.d.png", "c.d.txt", "c.txt", "deep/a.png", ".png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f'"{name}"')
+    (tmp_path / "link").symlink_to(tmp_path / "deep")
+    [source] = open_sources([str(tmp_path)], Columns())
+    found = {row.origin.removeprefix(f"{tmp_path}/"): row.caption for row in source.rows(0, source.num_rows)}
+    assert found == {
+        ".png": None, "a.JPG": ("txt", b'"a.TXT"'), "b.png": ("json", b'"b.json"'), "c.d.png": ("txt", b'"c.d.txt"'),
+        "deep/a.png": None,
+    }  # fmt: skip
+    assert source.ignored == [f"{tmp_path}/{name}" for name in ("b.txt", "c.txt", "link")]
+
+
 def test_pictures_are_read_whole(tmp_path):
     (tmp_path / "a.png").write_bytes(picture(3, 300, 300))
     assert Image.open(io.BytesIO(read_picture_bytes(str(tmp_path / "a.png")))).size == (300, 300)

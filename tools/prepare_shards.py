@@ -8,6 +8,7 @@ an earlier row is found once, over all of them, and written to repeated.npy; the
 import json
 import os
 import tarfile
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -157,16 +158,16 @@ def read_records(output: Output, number: int) -> Iterator[dict]:
 
 def find_repeated(output: Output, num_shards: int, duplicates: str, max_distance: int) -> None:
     """Write repeated.npy, (K, 3) int64: the rows that repeat another, that row, and whether the files are the same."""
-    rows, hashes, digests = [], [], []
+    rows, hashes, digests = array("q"), bytearray(), bytearray()  # 48 bytes a row
     for number in range(num_shards):
         for record in read_records(output, number):
             if "samples" in record:
                 rows.append(record["row"])
-                hashes.append(bytes.fromhex(record["hash"]))
-                digests.append(bytes.fromhex(record["digest"]))
+                hashes += bytes.fromhex(record["hash"])
+                digests += bytes.fromhex(record["digest"])
     row = np.array(rows, np.int64)
-    hash_ = np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 3)
-    digest = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+    hash_ = np.frombuffer(hashes, np.uint64).reshape(-1, 3)
+    digest = np.frombuffer(digests, np.uint64).reshape(-1, 2)
     if duplicates == "perceptual":
         first = find_duplicates(hash_, max_distance)
     else:
