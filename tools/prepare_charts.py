@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 _ROW, _BAR = 26, 18  # pixels
-_LABEL, _LENGTH, _VALUE = 190, 290, 110
+_LABEL, _LENGTH, _VALUE = 205, 275, 110
 _WIDTH, _HEIGHT, _FOOT, _HEAD = 560, 150, 22, 18
 _CHARACTERS = 28  # of a label
 

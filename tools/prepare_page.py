@@ -35,7 +35,7 @@ def page(
             count = report["rejects"][reason]
             parts.append(f"<h2>{REASONS[reason].capitalize()} <span class=soft>{count:,}</span></h2>")
             parts.append(_gallery(examples))
-        parts.append("<p>All of them, with their reasons, are in rejects.jsonl.</p>")
+        parts.append("<p class=note>All of them, with their reasons, are in rejects.jsonl.</p>")
     if kept:
         parts.append("<h2>Examples of what is kept</h2><p class=note>As stored: after scaling and cropping.</p>")
         parts.append(_gallery(kept))
@@ -97,7 +97,7 @@ def _charts(report: Mapping) -> str:
             _card(
                 f"Caption length, {_language(language)}",
                 histogram(spread["counts"], unit, marks),
-                f"wordings by {unit}; mean {spread['mean']:g}, longest {spread['max']:,}",
+                f"{unit}; mean {spread['mean']:g}, longest {spread['max']:,}",
             )  # fmt: skip
         )
     return f"<h2>What is kept</h2><div class=cards>{''.join(cards)}</div>"

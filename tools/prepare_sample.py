@@ -23,7 +23,7 @@ REASONS = {
     "empty_caption": "no caption",
     "refused_caption": "the caption cannot be read",
     "unreachable": "the file cannot be read",
-    "undecodable": "no picture, or a damaged one",
+    "undecodable": "no readable picture",
     "too_small": "too small",
     "too_extreme": "too extreme an aspect ratio",
     "same_file": "the same file again",
