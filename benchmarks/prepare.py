@@ -24,7 +24,7 @@ class Config:
     height: int = 1024
     areas: tuple[int, ...] = (640,)  # as of tools.prepare
     num_workers: int = 0  # threads; 0 = the work is done in the main one
-    duplicates: str = "perceptual"
+    encode: str = ""  # a model folder: with its encoders, assets/tiny for example
 
 
 def draw_folder(folder: Path, cfg: Config) -> int:
@@ -50,7 +50,12 @@ def main(cfg: Config) -> None:
         source, output = Path(folder) / "in", Path(folder) / "out"
         num_bytes = draw_folder(source, cfg)
         settings = prepare.Config(
-            (str(source),), str(output), areas=cfg.areas, num_workers=cfg.num_workers, duplicates=cfg.duplicates
+            (str(source),),
+            str(output),
+            areas=cfg.areas,
+            num_workers=cfg.num_workers,
+            encode=cfg.encode,
+            cache_folder=str(Path(folder) / "cache"),
         )
         clock, processor = time.monotonic(), time.process_time()
         prepare.main(settings)

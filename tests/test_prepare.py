@@ -19,6 +19,7 @@ from data.reader import Reader
 from tests.collections_of_pictures import KINDS, files_of, picture, read_shards, records, write_collection
 from tests.spawn import run_ranks
 from tools import prepare, prepare_shards
+from tools.prepare_progress import Progress
 from tools.prepare_sample import REASONS
 
 TINY = Path(__file__).resolve().parent.parent / "assets/tiny"
@@ -373,6 +374,28 @@ def test_the_report_is_one_sound_page_that_needs_nothing_else(tmp_path):
     spread = report["caption_lengths"]["zh"]
     assert sum(spread["counts"].values()) == len(tokens) and spread["max"] == max(tokens)
     assert spread["mean"] == pytest.approx(sum(tokens) / len(tokens), abs=0.01)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, caplog):
+    caplog.set_level("INFO", "prepare")
+    for screen in (_Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", screen)
+        with Progress(12, True, 2) as progress:
+            progress.skip(4)
+            for _ in range(8):
+                progress.advance()
+        lines = [record.getMessage() for record in caplog.records]
+        if screen.isatty():
+            assert "rank 0 of 2: 100%" in screen.getvalue() and "12/12" in screen.getvalue() and not lines
+            assert "pictures/s" in screen.getvalue()
+        else:
+            assert not screen.getvalue() and len(lines) == 1
+            assert lines[0].startswith("12/12 pictures of 1 of 2 processes, ") and lines[0].endswith("/s, 00:00 left")
 
 
 def test_threads_do_not_change_the_order():

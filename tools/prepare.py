@@ -8,6 +8,7 @@ Under torchrun each process does its share; the output does not depend on their 
 """
 
 import logging
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -121,7 +122,7 @@ def main(cfg: Config) -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO if is_main() else logging.WARNING)
     is_ours = not dist.is_initialized()
     if is_ours:
-        alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("gloo", timeout=_PATIENCE, **alone)
 
     # ---- What there is, and who does what ----------------------------------------------------------------------------
