@@ -261,6 +261,15 @@ def test_tables_and_archives_on_a_server_are_read_as_local_ones(tmp_path, kind):
             open_sources([f"{server.url}/in/nowhere.csv"], Columns())
 
 
+def test_a_table_and_its_pictures_in_a_bucket(tmp_path, monkeypatch):
+    path = write_collection(tmp_path / "in", "csv", records(3))
+    with range_server({f"/bucket/{name}": content for name, content in files_of(tmp_path / "in").items()}) as server:
+        for name, value in (("ENDPOINT_URL", server.url), ("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"),
+                            ("REGION", "eu-north-1")):  # fmt: skip
+            monkeypatch.setenv(f"AWS_{name}", value)
+        assert read("s3://bucket/table.csv") == read(path)
+
+
 def test_names_in_a_table_are_relative_to_it():
     assert beside("https://host/a/t.csv", "pictures/b.png") == "https://host/a/pictures/b.png"
     assert beside("https://host/a/t.csv", "s3://other/b.png") == "s3://other/b.png"
