@@ -119,12 +119,18 @@ def load_model(cfg: Config) -> tuple["TextEncoder | None", MemberWriter]:
 
 def main(cfg: Config) -> None:
     check(cfg)
-    logging.basicConfig(format="%(message)s", level=logging.INFO if is_main() else logging.WARNING)
     is_ours = not dist.is_initialized()
     if is_ours:
         alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("gloo", timeout=_PATIENCE, **alone)
+    logging.basicConfig(format="%(message)s", level=logging.INFO if is_main() else logging.WARNING)
+    prepare(cfg)
+    if is_ours:
+        dist.destroy_process_group()
 
+
+def prepare(cfg: Config) -> None:
+    """Do this rank's share; all ranks call it."""
     # ---- What there is, and who does what ----------------------------------------------------------------------------
     columns = Columns(
         cfg.picture_column, cfg.caption_columns, cfg.category_column, cfg.source_column, cfg.license_column,
@@ -139,7 +145,7 @@ def main(cfg: Config) -> None:
     count_tokens = text.count_tokens if text else None
     output = Output(Path(cfg.output), cfg.name)
     state = begin(output, cfg, _MAY_CHANGE, fingerprint(sources), num_rows, len(shards))
-    log.info("%d rows in %d inputs → %d shards in %s", num_rows, len(sources), len(shards), output.folder)
+    log.info("%d rows → %d shards in %s", num_rows, len(shards), output.folder)
     if state.is_complete:
         log.info("they are complete already; nothing to do")
         return
@@ -175,8 +181,6 @@ def main(cfg: Config) -> None:
         complete(output, state, len(shards))
         print(report.summary())
     dist.barrier()
-    if is_ours:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
