@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data.captions import LANGUAGE_ROWS, language_row
 from data.index import build_index
 from data.mixture import load_mixture
 from data.mixture_order import MixtureOrder
@@ -61,7 +62,6 @@ from utils.phase_timer import PhaseTimer
 from utils.random_streams import torch_generator
 from utils.schedule import learning_rate
 
-LANGUAGES = ("zh", "en", "other")
 NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
 log = logging.getLogger("train")
 
@@ -154,7 +154,7 @@ class Batch:
     txt: Tensor  # (T, joint_attention_dim)
     t: Tensor  # (B,) float32
     weight: Tensor  # (B,) float32; 0 for a filler
-    language: Tensor  # (B,) int64, index into LANGUAGES
+    language: Tensor  # (B,) int64, index into LANGUAGE_ROWS
     group: Tensor  # (B,) int64, of the mixture; -1 for none
 
 
@@ -167,7 +167,7 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
     for sample in samples:
         epoch, purpose = (sample.plan.epoch, "train") if stratum is None else (0, f"validation {stratum}")
         random = torch_generator(cfg.seed, epoch, sample.key, purpose)
-        mean, std = encoders.moments(sample.key, sample.read_pixels)
+        mean, std = encoders.moments(sample.key, sample.read_pixels, sample.latents)
         normal, eps, posterior = torch.randn((), generator=random), *torch.randn(2, *mean.shape, generator=random)
         grids.append([(1, mean.shape[1] // PATCH, mean.shape[2] // PATCH)])
         mu = flow.shift_mu(math.prod(grids[-1][0]))
@@ -177,7 +177,7 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
             times.append(flow.shift_t(torch.tensor(flow.logit_normal_quantiles(NUM_STRATA)[stratum]), mu))
         x0.append(patchify(mean + std * posterior.to(std) if cfg.sample_posterior else mean))
         noise.append(patchify(eps.to(mean)))
-    txt = [encoders.prompt(sample.caption) for sample in samples]
+    txt = [encoders.prompt(sample.caption, sample.states) for sample in samples]
     return Batch(
         layout=PackedLayout.build(grids, [len(states) for states in txt], encoders.device),
         x0=torch.cat(x0),
@@ -185,7 +185,7 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
         txt=torch.cat(txt),
         t=torch.stack(times).to(encoders.device),
         weight=torch.tensor([sample.plan.weight for sample in samples], device=encoders.device),
-        language=torch.tensor([LANGUAGES.index(sample.plan.language) for sample in samples], device=encoders.device),
+        language=torch.tensor([language_row(sample.plan.language) for sample in samples], device=encoders.device),
         group=torch.tensor([sample.plan.group for sample in samples], device=encoders.device),
     )
 
@@ -202,7 +202,7 @@ def validation_losses(
     model: nn.Module, encoders: Encoders, reader: Reader, cfg: Config, micro_batches: list, groups: tuple[str, ...]
 ) -> dict:
     """Return the mean loss at NUM_STRATA equally likely times: in all, by language, by group and by time."""
-    tally = LossTally(LANGUAGES, groups, [f"t{stratum}" for stratum in range(NUM_STRATA)])
+    tally = LossTally(LANGUAGE_ROWS, groups, [f"t{stratum}" for stratum in range(NUM_STRATA)])
     for stratum in range(NUM_STRATA):
         for planned in micro_batches:
             batch = make_batch([reader.read(p, encoders.needs_picture) for p in planned], encoders, cfg, stratum)
@@ -244,6 +244,8 @@ def main(cfg: Config) -> None:
         build_index(list(paths), tokens_of, tokenizer_id, cache, dist.get_rank(), dist.get_world_size())
         for paths in (shards, val_shards)
     )
+    index.check_encoded_by(encoders.identity)
+    val_index.check_encoded_by(encoders.identity)
     mixture.check_reweight(cfg.reweight, cfg.eval_every)
     order = MixtureOrder(index, mixture, [*shards.values()], cfg.global_batch_size, cfg.seed, cfg.shuffle_shards)
     plan = BatchPlan(
@@ -337,7 +339,7 @@ def main(cfg: Config) -> None:
         with timer.phase("data_wait"):
             micro_batches = loader.next_step()
         # Loss and backward
-        tally, tokens, fillers, flops = LossTally(LANGUAGES, mixture.group_names), 0, 0, 0
+        tally, tokens, fillers, flops = LossTally(LANGUAGE_ROWS, mixture.group_names), 0, 0, 0
         for i, samples in enumerate(micro_batches):
             with timer.phase("encode"):
                 batch = make_batch(samples, encoders, cfg)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from data.captions import parse_captions
+from data.encoded import EXTENSION, EncodedMember
 from data.images import shown_size
 from data.index_folder import IndexFolder
 from data.index_part import META_EXTENSIONS, IndexedSample, IndexPart, Kind, SampleRecord
@@ -65,6 +66,15 @@ class Index:
         """Return the key of sample `i`, which no other sample has."""
         shard, row = self._locate(i)
         return self._part(shard).key(row, self._names[shard])
+
+    def check_encoded_by(self, identity: str) -> None:
+        """Raise ValueError if a shard holds latents or text states of other encoders than `identity` names."""
+        for other, shard in self.summary.encoded_by:
+            if other != identity:
+                raise ValueError(
+                    f"shard {self.shards[shard]} was encoded by {other}, --model has {identity}; give the model that "
+                    "it was encoded with, or encode the raw shards again (python -m tools.prepare_encode)"
+                )
 
     def _locate(self, i: int) -> tuple[int, int]:
         if not 0 <= i < len(self):
@@ -157,25 +167,31 @@ def _index_shard(
         try:
             if stem in samples:
                 raise ValueError("an earlier sample has the same name")
-            numbers, extension, wordings, group = _read_sample(members)
+            numbers, extension, tokens, group, encoded = _read_sample(members, count_tokens)
         except ValueError as error:
             rejects.append((stem, str(error)))
             continue
-        captions = [(language, count_tokens(text)) for language, texts in wordings.items() for text in texts]
-        samples[stem] = IndexedSample(stem, numbers, extension, group, captions)
+        samples[stem] = IndexedSample(stem, numbers, extension, group, tokens, encoded)
     return list(samples.values()), rejects
 
 
-def _read_sample(members: dict[str, tuple[int, bytes]]) -> tuple[tuple[int, ...], str, dict[str, list[str]], str]:
-    """Return a sample's numbers, its caption member's extension, captions and group.
+def _read_sample(
+    members: dict[str, tuple[int, bytes]], count_tokens: Callable[[str], int]
+) -> tuple[tuple[int, ...], str, list[tuple[str, int]], str, EncodedMember | None]:
+    """Return a sample's numbers, its caption member's extension, (language, tokens) of each caption, group and latents.
 
-    members: extension → (offset in the shard, content).  Raises: ValueError with the reason why it cannot be used.
+    members: extension → (offset in the shard, content); an encoded picture counts before a file.
+    Raises: ValueError with the reason why it cannot be used.
     """
-    image_extension = next((e for e in IMAGE_EXTENSIONS if e in members), None)
+    image_extension = next((e for e in (EXTENSION, *IMAGE_EXTENSIONS) if e in members), None)
     meta_extension = next((e for e in META_EXTENSIONS if e in members), None)
     if image_extension is None or meta_extension is None:
-        raise ValueError(f"it has {sorted(members)}, but needs a picture and a .json or .txt")
+        raise ValueError(f"it has {sorted(members)}, but needs a picture or .safetensors, and a .json or .txt")
     (image_offset, image), (meta_offset, meta) = members[image_extension], members[meta_extension]
     captions, group = parse_captions(meta_extension, meta)
     places = (image_offset, len(image), zlib.crc32(image), meta_offset, len(meta), zlib.crc32(meta))
-    return (*places, *shown_size(image)), meta_extension, captions, group
+    if image_extension == EXTENSION:
+        encoded = EncodedMember(image)
+        return (*places, *encoded.sizes[-1]), meta_extension, encoded.count_tokens(captions), group, encoded
+    tokens = [(language, count_tokens(text)) for language, texts in captions.items() for text in texts]
+    return (*places, *shown_size(image)), meta_extension, tokens, group, None

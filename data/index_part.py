@@ -12,6 +12,8 @@ import numpy as np
 
 from data.captions import LANGUAGES
 from data.column_file import ColumnFile, hash_columns, map_columns, narrow, read_notes, span, texts, write_columns
+from data.encoded import EncodedMember, Size, fitting_size
+from data.images import MULTIPLE, fitted_size
 
 META_EXTENSIONS = ("json", "txt")
 _NUMBERS = ("image_offset", "image_size", "image_crc32", "meta_offset", "meta_size", "meta_crc32", "height", "width")
@@ -35,6 +37,16 @@ class SampleRecord:
     meta_extension: str
     group: str
     caption_tokens: dict[str, tuple[int, ...]]  # language → text tokens of each wording
+    encoded_sizes: tuple[Size, ...] = ()  # of an encoded sample, whose "image" is its .safetensors; else none
+
+    def trained_size(self, max_pixels: int) -> Size:
+        """Return the (height, width) at which the picture is trained.
+
+        Raises: ValueError if it is encoded at larger sizes only.
+        """
+        if self.encoded_sizes:
+            return fitting_size(self.encoded_sizes, max_pixels)
+        return fitted_size(self.height, self.width, MULTIPLE, max_pixels)
 
     @property
     def kind(self) -> Kind:
@@ -52,6 +64,7 @@ class PartNotes:
     kinds: list[Kind]
     kind_counts: list[int]
     key_prefix: str  # what all keys begin with, left out of the columns
+    encoded_by: list[str]  # what made its encoded samples, each once
 
     @classmethod
     def read(cls, path: Path) -> "PartNotes | None":
@@ -67,10 +80,11 @@ class PartNotes:
 
 
 class IndexPart:
-    """An open part: N samples with C wordings in all, in columns.
+    """An open part: N samples with C wordings and E encoded sizes in all, in columns.
 
     image_offset to width as in SampleRecord, meta_extension and kind (N,); caption_end (N,); caption_language and
-    caption_tokens (C,); the texts key, reject_key and reject_reason.
+    caption_tokens (C,); encoded_end (N,); encoded_height and encoded_width (E,); the texts key, reject_key and
+    reject_reason.
     """
 
     def __init__(self, file: ColumnFile):
@@ -89,6 +103,7 @@ class IndexPart:
         languages, tokens = file["caption_language"][wordings].tolist(), file["caption_tokens"][wordings].tolist()
         for language, count in zip(languages, tokens, strict=True):
             captions[LANGUAGES[language]] = (*captions.get(LANGUAGES[language], ()), count)
+        encoded = slice(*span(file["encoded_end"], row))
         return SampleRecord(
             self.key(row, shard_name),
             shard,
@@ -96,6 +111,9 @@ class IndexPart:
             meta_extension=META_EXTENSIONS[file["meta_extension"][row]],
             group=self.notes.kinds[file["kind"][row]][0],
             caption_tokens=captions,
+            encoded_sizes=tuple(
+                zip(file["encoded_height"][encoded].tolist(), file["encoded_width"][encoded].tolist(), strict=True)
+            ),
         )
 
     def key(self, row: int, shard_name: str) -> str:
@@ -121,6 +139,7 @@ class IndexedSample:
     meta_extension: str
     group: str
     captions: list[tuple[str, int]]  # language, text tokens
+    encoded: EncodedMember | None = None
 
     @property
     def kind(self) -> Kind:
@@ -134,6 +153,8 @@ def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[t
     number_of = {kind: n for n, kind in enumerate(sorted(kind_counts))}
     prefix = os.path.commonprefix([sample.stem for sample in samples])
     captions = [caption for sample in samples for caption in sample.captions]
+    sizes = [sample.encoded.sizes if sample.encoded else [] for sample in samples]
+    encoded_by = sorted({sample.encoded.encoded_by for sample in samples if sample.encoded})
     columns = {
         name: narrow(column)
         for name, column in zip(
@@ -147,9 +168,12 @@ def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[t
         "caption_end": narrow(np.cumsum([len(sample.captions) for sample in samples], dtype=np.uint64)),
         "caption_language": narrow([LANGUAGES.index(language) for language, _ in captions]),
         "caption_tokens": narrow([tokens for _, tokens in captions]),
+        "encoded_end": narrow(np.cumsum([len(of_sample) for of_sample in sizes], dtype=np.uint64)),
+        "encoded_height": narrow([height for of_sample in sizes for height, _ in of_sample]),
+        "encoded_width": narrow([width for of_sample in sizes for _, width in of_sample]),
         **texts("key", [sample.stem.removeprefix(prefix) for sample in samples]),
     }
-    content = json.dumps([hash_columns(columns), prefix, list(number_of)])  # rejects do not count
+    content = json.dumps([hash_columns(columns), prefix, list(number_of), encoded_by])  # rejects do not count
     notes = {
         "num_samples": len(samples),
         "num_rejects": len(rejects),
@@ -157,6 +181,7 @@ def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[t
         "kinds": list(number_of),
         "kind_counts": [kind_counts[kind] for kind in number_of],
         "key_prefix": prefix,
+        "encoded_by": encoded_by,
     }
     columns |= texts("reject_key", [stem for stem, _ in rejects])
     columns |= texts("reject_reason", [reason for _, reason in rejects])

@@ -21,6 +21,7 @@ class IndexSummary:
     num_rejects: np.ndarray  # (S,)
     digests: np.ndarray  # (S, 32) uint8
     kinds: list[Kind]
+    encoded_by: list[tuple[str, int]]  # what made encoded samples, and the first shard that has such
     pair_shard: np.ndarray  # (E,), rising
     pair_kind: np.ndarray  # (E,), index into kinds
     pair_count: np.ndarray  # (E,), samples
@@ -29,11 +30,13 @@ class IndexSummary:
     def of(cls, parts: Sequence[PartNotes]) -> "IndexSummary":
         """Sum up parts, in the order of their shards."""
         number_of = {kind: n for n, kind in enumerate(sorted({kind for part in parts for kind in part.kinds}))}
+        in_order = list(enumerate(parts))
         return cls(
             num_samples=narrow([part.num_samples for part in parts]),
             num_rejects=narrow([part.num_rejects for part in parts]),
             digests=np.frombuffer(b"".join(bytes.fromhex(p.digest) for p in parts), np.uint8).reshape(len(parts), -1),
             kinds=list(number_of),
+            encoded_by=list({other: shard for shard, part in reversed(in_order) for other in part.encoded_by}.items()),
             pair_shard=narrow([shard for shard, part in enumerate(parts) for _ in part.kinds]),
             pair_kind=narrow([number_of[kind] for part in parts for kind in part.kinds]),
             pair_count=narrow([count for part in parts for count in part.kind_counts]),
@@ -41,7 +44,8 @@ class IndexSummary:
 
     def save(self, path: Path) -> None:
         """Keep it in a file.  Raises: OSError."""
-        write_columns(path, {name: getattr(self, name) for name in _COLUMNS}, {"kinds": self.kinds})
+        notes = {"kinds": self.kinds, "encoded_by": self.encoded_by}
+        write_columns(path, {name: getattr(self, name) for name in _COLUMNS}, notes)
 
     @classmethod
     def load(cls, path: Path) -> "IndexSummary | None":
@@ -51,7 +55,8 @@ class IndexSummary:
             return None
         columns = {name: file[name].copy() for name in _COLUMNS}
         columns["digests"] = columns["digests"].reshape(len(columns["num_samples"]), -1)
-        return cls(**columns, kinds=[(category, tuple(languages)) for category, languages in file.notes["kinds"]])
+        kinds = [(category, tuple(languages)) for category, languages in file.notes["kinds"]]
+        return cls(**columns, kinds=kinds, encoded_by=[tuple(pair) for pair in file.notes["encoded_by"]])
 
     def count(self, kinds: Collection[Kind]) -> np.ndarray:
         """Return how many samples of these kinds each shard has, (S,) int64."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from data.images import MULTIPLE, fitted_size
+from data.images import MULTIPLE
 from data.index import Index, SampleRecord
 from data.mixture_order import MixtureOrder
 from data.order import GlobalOrder, SampleRef
@@ -71,7 +71,7 @@ def spread_micro_batches(
 
 
 def _planned(epoch: int, i: int, record: SampleRecord, language: str, wording: int, max_pixels: int) -> PlannedSample:
-    height, width = fitted_size(record.height, record.width, MULTIPLE, max_pixels)
+    height, width = record.trained_size(max_pixels)
     image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
     text_tokens = record.caption_tokens[language][wording]
     return PlannedSample(epoch, i, language, wording, False, height, width, image_tokens, text_tokens)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from data.captions import parse_captions
-from data.images import MULTIPLE, decode_image, fit, fitted_size
+from data.encoded import EncodedMember
+from data.images import decode_image, fit
 from data.index import Index
 from data.plan import DEFAULT_MAX_PIXELS, BatchPlan, PlannedSample
 from data.replacement import replacements
@@ -42,6 +43,8 @@ class Sample:
     caption: str  # "" if dropped
     pixels: Tensor | None  # uint8 (3, H, W), or None if it was not wanted
     reader: "Reader"
+    latents: tuple[Tensor, Tensor] | None = None  # of an encoded sample: mean and std, (C, h, w) each
+    states: Tensor | None = None  # of an encoded sample: the caption's text states, (T, D)
 
     def read_pixels(self) -> Tensor:
         """Return the picture, uint8 (3, H, W), from the shard if it was not read ahead."""
@@ -92,10 +95,14 @@ class Reader:
             if key in self.bad_samples:
                 continue
             try:
-                wants_picture = needs_pixels(key)
+                wants_picture = self._wants_picture(candidate.index, needs_pixels)
                 under_way, fetched = fetched, None  # of the planned one alone
                 members = under_way.result() if under_way else self._fetch(candidate.index, wants_picture)
                 caption = self._parse(candidate.index, members.meta)[candidate.language][candidate.wording]
+                caption = "" if candidate.drop_caption else caption
+                if self.index[candidate.index].encoded_sizes:
+                    latents, states = _encoded(candidate, members.image)
+                    return Sample(candidate, key, caption, None, self, latents, states)
                 pixels = self._decode(candidate.index, members.image) if wants_picture else None
             except (ValueError, LookupError, OSError) as error:
                 self.note_bad(key, str(error))
@@ -103,7 +110,7 @@ class Reader:
                 if num_lost > _MAX_LOST_SHARDS:
                     raise BadDataError(f"{num_lost} shards in a row cannot be reached; the last: {error}") from error
                 continue
-            return Sample(candidate, key, "" if candidate.drop_caption else caption, pixels, self)
+            return Sample(candidate, key, caption, pixels, self)
         raise BadDataError(
             f"sample {self.index.key(planned.index)} is bad, and no other of at most {planned.num_tokens} tokens can "
             "take its place; repair the shards"
@@ -112,7 +119,9 @@ class Reader:
     def fetch(self, planned: PlannedSample, needs_pixels: Callable[[str], bool]) -> "_Members":
         """Return the sample's bytes, checked but not decoded.  Raises: what reading them may."""
         key = self.index.key(planned.index)
-        return _Members() if key in self.bad_samples else self._fetch(planned.index, needs_pixels(key))
+        if key in self.bad_samples:
+            return _Members()
+        return self._fetch(planned.index, self._wants_picture(planned.index, needs_pixels))
 
     def note_bad(self, key: str, reason: str) -> None:
         """Count a sample as bad and never read it again.  Raises: BadDataError over max_bad_samples."""
@@ -124,6 +133,16 @@ class Reader:
         log.warning("bad sample %s: %s; another takes its place", key, reason)
         if count > self.max_bad_samples:
             raise BadDataError(f"{count} bad samples, over --max_bad_samples; the last is {key}: {reason}")
+
+    def _wants_picture(self, i: int, needs_pixels: Callable[[str], bool]) -> bool:
+        """Return whether the picture's member is to be read; an encoded one holds the text states as well."""
+        return bool(self.index[i].encoded_sizes) or needs_pixels(self.index.key(i))
+
+    def read_meta(self, i: int) -> bytes:
+        """Return the .json or .txt member of sample `i`.  Raises: ValueError if it is damaged; LostShardError."""
+        record = self.index[i]
+        [data] = self.shards.read(record.shard, [(record.meta_offset, record.meta_size, record.meta_crc32)])
+        return data
 
     def read_captions(self, i: int) -> dict[str, list[str]]:
         """Return {language: wordings} of sample `i`.  Raises: ValueError if its bytes are damaged; LostShardError."""
@@ -153,7 +172,7 @@ class Reader:
                 self._captions.move_to_end(i)
                 return self._captions[i][0]
         if data is None:
-            data = self._fetch(i, wants_picture=False).meta
+            data = self.read_meta(i)
         captions, _ = parse_captions(self.index[i].meta_extension, data)
         with self._lock:
             if i not in self._captions:
@@ -165,6 +184,8 @@ class Reader:
 
     def _decode(self, i: int, data: bytes | None) -> Tensor:
         record = self.index[i]
+        if record.encoded_sizes:
+            raise ValueError("it is encoded: its shard holds latents and text states, not the picture")
         if data is None:
             [data] = self.shards.read(record.shard, [(record.image_offset, record.image_size, record.image_crc32)])
         image = decode_image(data)
@@ -172,12 +193,19 @@ class Reader:
             raise ValueError(
                 f"it decodes to {image.height} x {image.width} pixels, the index says {record.height} x {record.width}"
             )
-        fitted = fit(image, fitted_size(record.height, record.width, MULTIPLE, self.max_pixels))
+        fitted = fit(image, record.trained_size(self.max_pixels))
         return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous()
 
     def close(self) -> None:
         """Close every shard."""
         self.shards.close()
+
+
+def _encoded(planned: PlannedSample, data: bytes) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the latents and text states of an encoded sample."""
+    member = EncodedMember(data)
+    states = member.empty_states() if planned.drop_caption else member.states(planned.language, planned.wording)
+    return member.latents((planned.height, planned.width)), states
 
 
 @dataclass(frozen=True)

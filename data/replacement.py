@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from data.images import MULTIPLE, fitted_size
+from data.images import MULTIPLE
 from data.index import Index
 from data.plan import PlannedSample
 
@@ -42,7 +42,7 @@ def _in_place_of(
 ) -> PlannedSample | None:
     """Return sample `i` in place of `planned`, in its language if possible, or None if it does not fit there."""
     record = index[i]
-    height, width = fitted_size(record.height, record.width, MULTIPLE, max_pixels)
+    height, width = record.trained_size(max_pixels)
     if same_size and (height, width) != (planned.height, planned.width):
         return None
     image_tokens = (height // MULTIPLE) * (width // MULTIPLE)

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from data.captions import language_of, language_row
 from data.pack import deal
 from model.encoders import Encoders
 from model.latents import PATCH
 from model.sampling import SamplerSettings, generate
 from parallel.distributed import is_main
-from tools.sample import language_of
 from utils.picture_grid import labelled_grid
 from utils.random_streams import torch_generator
 
@@ -39,7 +39,7 @@ def sample_grid(
     shape = (encoders.vae.num_channels, *latent_size)
     states, negative = [encoders.prompt(p) for p in prompts], encoders.prompt(" ")
     tokens = [2 * math.prod(latent_size) // PATCH**2 + len(s) + len(negative) for s in states]
-    languages = [language_of(p) for p in prompts] if model.config.num_languages else None
+    languages = [language_row(language_of(p)) for p in prompts] if model.config.num_languages else None
     mine = {}
     for micro in deal(tokens, num_data_ranks, max(max_tokens, *tokens))[data_rank]:
         chosen = micro or [0]  # a rank without work still takes part in every gather
