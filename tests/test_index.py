@@ -254,7 +254,7 @@ def test_what_cannot_be_used_is_rejected_with_its_reason(tmp_path):
     assert [index[i].key for i in range(len(index))] == ["a.tar/fine", "a.tar/plain"]
     assert index[1].caption_tokens == {"zh": (6,)} and (index[1].height, index[1].width) == (16, 48)
     reasons = dict(index.rejects)
-    assert "needs a picture and" in reasons["a.tar/alone"]
+    assert "needs a picture or .safetensors, and" in reasons["a.tar/alone"]
     assert "not a readable picture" in reasons["a.tar/text"]
     assert "no caption" in reasons["a.tar/empty"]
     assert "json cannot be read" in reasons["a.tar/broken"]

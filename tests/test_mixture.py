@@ -207,7 +207,7 @@ WRONG = [
     ({"sources": {"a": "b.toml"}, "groups": [GROUP]}, "sources.a.data must be"),
     ({"sources": {"a": "x"}, "groups": []}, "1 to 64"),
     ({"sources": {"a": "x"}, "groups": [{"language": "zh"}]}, r"groups\[0\] needs 'share'"),
-    ({"sources": {"a": "x"}, "groups": [GROUP | {"language": "fr"}]}, "one of zh, en, other, got 'fr'"),
+    ({"sources": {"a": "x"}, "groups": [GROUP | {"language": "fr"}]}, "one of zh, en, other, none, got 'fr'"),
     ({"sources": {"a": "x"}, "groups": [GROUP | {"source": "b"}]}, "one of a, got 'b'"),
     ({"sources": {"a": "x"}, "groups": [GROUP | {"category": 3}]}, "category must be a text"),
     ({"sources": {"a": "x"}, "groups": [{"share": -1}]}, "number from 0 on"),
