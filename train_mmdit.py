@@ -45,7 +45,7 @@ from parallel.compile import compile_units
 from parallel.context_parallel import apply_token_parallel
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
 from parallel.float8 import apply_float8
-from parallel.fsdp import shard_model
+from parallel.fsdp import gathered, shard_frozen, shard_model
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
 from parallel.mesh import build_mesh, data_parallel, peers, weights_mesh
@@ -114,6 +114,7 @@ class Config:
     reshard_after_forward: bool = True  # free gathered weights between forward and backward
     num_prefetch: int = 0  # blocks whose weights are gathered ahead; 0 leaves it to FSDP
     cpu_offload: bool = False  # keep weights, gradients and optimizer state in host memory
+    shard_text_encoder: bool = False  # gather it a micro-batch at a time: a slice rather than 14 GB on each GPU
     compile: bool = False  # compile each block; micro-batches are filled to one size
     max_text_tokens_per_micro_batch: int = 0  # with --compile: how many are for text; 0 = the data's mean share
     float8: bool = False  # the blocks' matrix products, on H100 and later (torchao)
@@ -177,7 +178,8 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
             times.append(flow.shift_t(torch.tensor(flow.logit_normal_quantiles(NUM_STRATA)[stratum]), mu))
         x0.append(patchify(mean + std * posterior.to(std) if cfg.sample_posterior else mean))
         noise.append(patchify(eps.to(mean)))
-    txt = [encoders.prompt(sample.caption, sample.states) for sample in samples]
+    with gathered(encoders.text.language_model):
+        txt = [encoders.prompt(sample.caption, sample.states) for sample in samples]
     return Batch(
         layout=PackedLayout.build(grids, [len(states) for states in txt], encoders.device),
         x0=torch.cat(x0),
@@ -234,25 +236,24 @@ def main(cfg: Config) -> None:
 
     # ---- 2. Frozen encoders -----------------------------------------------------------------------------------------
     encoders = Encoders(cfg.model, device, dtype, cfg.latents_cache_gib, cfg.text_cache_gib)
+    if cfg.shard_text_encoder:
+        shard_frozen(encoders.text.language_model, weights_mesh(mesh)["dp_shard"])
 
     # ---- 3. Data ----------------------------------------------------------------------------------------------------
     cache = Path(cfg.cache_folder)
-    mixture, tokens_of, tokenizer_id = load_mixture(cfg.data), encoders.text.count_tokens, encoders.text.tokenizer_id
+    mixture, text, ranks = load_mixture(cfg.data), encoders.text, (dist.get_rank(), dist.get_world_size())
     shards = mixture.shards("train", cache)  # and the source of each
     val_shards = mixture.held_out(cfg.validation_data, shards, cache)
     index, val_index = (
-        build_index(list(paths), tokens_of, tokenizer_id, cache, dist.get_rank(), dist.get_world_size())
+        build_index(list(paths), text.count_tokens, text.tokenizer_id, cache, *ranks, encoded_by=encoders.identity)
         for paths in (shards, val_shards)
     )
-    index.check_encoded_by(encoders.identity)
-    val_index.check_encoded_by(encoders.identity)
     mixture.check_reweight(cfg.reweight, cfg.eval_every)
     order = MixtureOrder(index, mixture, [*shards.values()], cfg.global_batch_size, cfg.seed, cfg.shuffle_shards)
     plan = BatchPlan(
-        index, order, num_ranks=num_data_ranks, rank=data_rank,
-        max_tokens=cfg.max_tokens_per_micro_batch, seed=cfg.seed, caption_dropout=cfg.caption_dropout,
-        zh_share=cfg.zh_share, num_empty_tokens=encoders.text.count_tokens(""), max_pixels=cfg.max_pixels,
-        fill=cfg.compile, max_text_tokens=cfg.max_text_tokens_per_micro_batch,
+        index, order, num_ranks=num_data_ranks, rank=data_rank, max_tokens=cfg.max_tokens_per_micro_batch,
+        seed=cfg.seed, caption_dropout=cfg.caption_dropout, zh_share=cfg.zh_share, max_pixels=cfg.max_pixels,
+        num_empty_tokens=text.count_tokens(""), fill=cfg.compile, max_text_tokens=cfg.max_text_tokens_per_micro_batch,
     )  # fmt: skip
     val_micro_batches = spread_micro_batches(
         val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, cfg.max_pixels,

@@ -52,7 +52,7 @@ def made_up(shard: int, count: int) -> list[IndexedSample]:
             rng.choice([384, 512, 768]),
         )
         after = offset + size + -size % 512 + 512
-        captions = [(language, rng.randint(8, 300)) for language in LANGUAGES[rng.randrange(4)]]
+        captions = [(language, rng.randint(8, 300), 1.0) for language in LANGUAGES[rng.randrange(4)]]
         numbers = (offset, size, rng.getrandbits(32), after, meta, rng.getrandbits(32), height, width)
         samples.append(IndexedSample(f"{shard:05d}{n:05d}", numbers, "json", f"category {n % 16}", captions))
         offset = after + meta + -meta % 512 + 512

@@ -93,13 +93,13 @@ class EncodedMember:
         """Return the text states (T, D) of the empty prompt."""
         return self._tensor(_EMPTY)
 
-    def count_tokens(self, captions: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
-        """Return (language, T) for each of a sample's captions.  Raises: ValueError if one has no states here."""
-        names = [(language, f"text.{language}.{n}") for language, texts in captions.items() for n in range(len(texts))]
-        for _, name in names:
+    def count_tokens(self, languages: Sequence[str]) -> list[int]:
+        """Return T of each of a sample's wordings, given their languages.  Raises: ValueError if one has no states."""
+        names = [f"text.{language}.{languages[:i].count(language)}" for i, language in enumerate(languages)]
+        for name in names:
             if len(self._entry(name).shape) != 2:
                 raise ValueError(f"its {name} is {self._entry(name).shape}, not tokens by width")
-        return [(language, self._entry(name).shape[0]) for language, name in names]
+        return [self._entry(name).shape[0] for name in names]
 
     def _entry(self, name: str) -> _Stored:
         if name not in self._tensors:

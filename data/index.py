@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.captions import parse_captions
+from data.captions import parse_wordings
 from data.encoded import EXTENSION, EncodedMember
 from data.images import shown_size
 from data.index_folder import IndexFolder
@@ -131,13 +131,16 @@ def build_index(
     cache_folder: Path,
     rank: int = 0,
     num_ranks: int = 1,
+    encoded_by: str | None = None,
 ) -> Index:
     """Index webdataset shards, from the cache where a shard has not changed.
 
     count_tokens: text tokens of a caption; tokenizer_id: names its tokenizer, so that another one indexes anew.
     Several processes may do this at once; as `num_ranks` ranks they share the work.  A rejected sample is logged, once,
     with its reason.
-    Raises: ValueError for a shard that is missing, cut short or no tar file, and if two shards share a name.
+    encoded_by: what must have made the encoded samples; None asks for none or any.
+    Raises: ValueError for a shard that is missing, cut short, no tar file or encoded by something else, and if two
+    shards share a name.
     """
     names = [os.path.basename(shard) for shard in shards]
     if len(set(names)) != len(names):
@@ -154,6 +157,8 @@ def build_index(
             log.warning("left out %s: %s", key, reason)
         if index.num_rejects > _MAX_REJECTS_LOGGED:
             log.warning("left out %d of %d samples in all", index.num_rejects, index.num_rejects + len(index))
+    if encoded_by is not None:
+        index.check_encoded_by(encoded_by)
     return index
 
 
@@ -167,18 +172,14 @@ def _index_shard(
         try:
             if stem in samples:
                 raise ValueError("an earlier sample has the same name")
-            numbers, extension, tokens, group, encoded = _read_sample(members, count_tokens)
+            samples[stem] = _read_sample(stem, members, count_tokens)
         except ValueError as error:
             rejects.append((stem, str(error)))
-            continue
-        samples[stem] = IndexedSample(stem, numbers, extension, group, tokens, encoded)
     return list(samples.values()), rejects
 
 
-def _read_sample(
-    members: dict[str, tuple[int, bytes]], count_tokens: Callable[[str], int]
-) -> tuple[tuple[int, ...], str, list[tuple[str, int]], str, EncodedMember | None]:
-    """Return a sample's numbers, its caption member's extension, (language, tokens) of each caption, group and latents.
+def _read_sample(stem: str, members: dict[str, tuple[int, bytes]], count_tokens: Callable[[str], int]) -> IndexedSample:
+    """Return what the index is to know of a sample.
 
     members: extension → (offset in the shard, content); an encoded picture counts before a file.
     Raises: ValueError with the reason why it cannot be used.
@@ -188,10 +189,14 @@ def _read_sample(
     if image_extension is None or meta_extension is None:
         raise ValueError(f"it has {sorted(members)}, but needs a picture or .safetensors, and a .json or .txt")
     (image_offset, image), (meta_offset, meta) = members[image_extension], members[meta_extension]
-    captions, group = parse_captions(meta_extension, meta)
+    wordings, group = parse_wordings(meta_extension, meta)
     places = (image_offset, len(image), zlib.crc32(image), meta_offset, len(meta), zlib.crc32(meta))
     if image_extension == EXTENSION:
         encoded = EncodedMember(image)
-        return (*places, *encoded.sizes[-1]), meta_extension, encoded.count_tokens(captions), group, encoded
-    tokens = [(language, count_tokens(text)) for language, texts in captions.items() for text in texts]
-    return (*places, *shown_size(image)), meta_extension, tokens, group, None
+        size, encoded_sizes, encoded_by = encoded.sizes[-1], encoded.sizes, encoded.encoded_by
+        tokens = encoded.count_tokens([wording.language for wording in wordings])
+    else:
+        size, encoded_sizes, encoded_by = shown_size(image), (), ""
+        tokens = [count_tokens(wording.text) for wording in wordings]
+    captions = [(w.language, count, w.weight) for w, count in zip(wordings, tokens, strict=True)]
+    return IndexedSample(stem, (*places, *size), meta_extension, group, captions, encoded_sizes, encoded_by)

@@ -12,7 +12,7 @@ import numpy as np
 
 from data.captions import LANGUAGES
 from data.column_file import ColumnFile, hash_columns, map_columns, narrow, read_notes, span, texts, write_columns
-from data.encoded import EncodedMember, Size, fitting_size
+from data.encoded import Size, fitting_size
 from data.images import MULTIPLE, fitted_size
 
 META_EXTENSIONS = ("json", "txt")
@@ -37,6 +37,7 @@ class SampleRecord:
     meta_extension: str
     group: str
     caption_tokens: dict[str, tuple[int, ...]]  # language → text tokens of each wording
+    caption_weights: dict[str, tuple[float, ...]]  # language → how often each wording is chosen, against the others
     encoded_sizes: tuple[Size, ...] = ()  # of an encoded sample, whose "image" is its .safetensors; else none
 
     def trained_size(self, max_pixels: int) -> Size:
@@ -83,8 +84,8 @@ class IndexPart:
     """An open part: N samples with C wordings and E encoded sizes in all, in columns.
 
     image_offset to width as in SampleRecord, meta_extension and kind (N,); caption_end (N,); caption_language and
-    caption_tokens (C,); encoded_end (N,); encoded_height and encoded_width (E,); the texts key, reject_key and
-    reject_reason.
+    caption_tokens (C,); caption_weight (C,) or, if all are alike, none; encoded_end (N,); encoded_height and
+    encoded_width (E,); the texts key, reject_key and reject_reason.
     """
 
     def __init__(self, file: ColumnFile):
@@ -98,11 +99,14 @@ class IndexPart:
 
     def record(self, row: int, shard: int, shard_name: str) -> SampleRecord:
         """Return the record of a row."""
-        file, captions = self._file, {}
+        file, captions, weights = self._file, {}, {}
         wordings = slice(*span(file["caption_end"], row))
         languages, tokens = file["caption_language"][wordings].tolist(), file["caption_tokens"][wordings].tolist()
-        for language, count in zip(languages, tokens, strict=True):
-            captions[LANGUAGES[language]] = (*captions.get(LANGUAGES[language], ()), count)
+        chances = file["caption_weight"][wordings].tolist() or [1.0] * len(tokens)
+        for number, count, weight in zip(languages, tokens, chances, strict=True):
+            language = LANGUAGES[number]
+            captions[language] = (*captions.get(language, ()), count)
+            weights[language] = (*weights.get(language, ()), weight)
         encoded = slice(*span(file["encoded_end"], row))
         return SampleRecord(
             self.key(row, shard_name),
@@ -111,6 +115,7 @@ class IndexPart:
             meta_extension=META_EXTENSIONS[file["meta_extension"][row]],
             group=self.notes.kinds[file["kind"][row]][0],
             caption_tokens=captions,
+            caption_weights=weights,
             encoded_sizes=tuple(
                 zip(file["encoded_height"][encoded].tolist(), file["encoded_width"][encoded].tolist(), strict=True)
             ),
@@ -138,13 +143,14 @@ class IndexedSample:
     numbers: tuple[int, ...]  # image_offset to width
     meta_extension: str
     group: str
-    captions: list[tuple[str, int]]  # language, text tokens
-    encoded: EncodedMember | None = None
+    captions: list[tuple[str, int, float]]  # language, text tokens, weight
+    encoded_sizes: Sequence[Size] = ()
+    encoded_by: str = ""
 
     @property
     def kind(self) -> Kind:
         """Its category and the languages it has captions in."""
-        return self.group, tuple(sorted({language for language, _ in self.captions}))
+        return self.group, tuple(sorted({language for language, _, _ in self.captions}))
 
 
 def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[tuple[str, str]]) -> None:
@@ -153,8 +159,9 @@ def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[t
     number_of = {kind: n for n, kind in enumerate(sorted(kind_counts))}
     prefix = os.path.commonprefix([sample.stem for sample in samples])
     captions = [caption for sample in samples for caption in sample.captions]
-    sizes = [sample.encoded.sizes if sample.encoded else [] for sample in samples]
-    encoded_by = sorted({sample.encoded.encoded_by for sample in samples if sample.encoded})
+    weights = [weight for _, _, weight in captions]
+    sizes = [sample.encoded_sizes for sample in samples]
+    encoded_by = sorted({sample.encoded_by for sample in samples if sample.encoded_by})
     columns = {
         name: narrow(column)
         for name, column in zip(
@@ -166,8 +173,9 @@ def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[t
         "meta_extension": narrow([META_EXTENSIONS.index(sample.meta_extension) for sample in samples]),
         "kind": narrow([number_of[sample.kind] for sample in samples]),
         "caption_end": narrow(np.cumsum([len(sample.captions) for sample in samples], dtype=np.uint64)),
-        "caption_language": narrow([LANGUAGES.index(language) for language, _ in captions]),
-        "caption_tokens": narrow([tokens for _, tokens in captions]),
+        "caption_language": narrow([LANGUAGES.index(language) for language, _, _ in captions]),
+        "caption_tokens": narrow([tokens for _, tokens, _ in captions]),
+        "caption_weight": np.array(weights if set(weights) - {1.0} else [], np.float32),
         "encoded_end": narrow(np.cumsum([len(of_sample) for of_sample in sizes], dtype=np.uint64)),
         "encoded_height": narrow([height for of_sample in sizes for height, _ in of_sample]),
         "encoded_width": narrow([width for of_sample in sizes for _, width in of_sample]),

@@ -3,8 +3,10 @@
 A pure function of the step: ranks and reader threads change who computes a sample, never which samples a step has.
 """
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import mean
 
 from data.images import MULTIPLE
@@ -75,6 +77,12 @@ def _planned(epoch: int, i: int, record: SampleRecord, language: str, wording: i
     image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
     text_tokens = record.caption_tokens[language][wording]
     return PlannedSample(epoch, i, language, wording, False, height, width, image_tokens, text_tokens)
+
+
+def _choose(share: float, weights: Sequence[float]) -> int:
+    """Return the place whose stretch of `weights`, laid end to end, begins at or before `share` of their sum."""
+    ends = list(accumulate(weights))
+    return min(bisect_right(ends, share * ends[-1]), len(weights) - 1)
 
 
 class BatchPlan:
@@ -172,7 +180,7 @@ class BatchPlan:
             others = [language for language in languages if language != "zh"]
             languages = ["zh"] if draw("zh") < self.zh_share else others
         language = languages[int(draw("language") * len(languages))]
-        wording = int(draw("wording") * len(record.caption_tokens[language]))
+        wording = _choose(draw("wording"), record.caption_weights[language])
         planned = _planned(ref.epoch, ref.index, record, language, wording, self.max_pixels)
         planned = replace(planned, group=ref.group)
         if draw("drop_caption") < self.caption_dropout:
