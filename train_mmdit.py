@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data.captions import LANGUAGE_ROWS, language_row
 from data.index import build_index
-from data.order import GlobalOrder
+from data.mixture import load_mixture
+from data.mixture_order import MixtureOrder
 from data.plan import BatchPlan, spread_micro_batches
 from data.reader import Loader, Reader, Sample
-from data.shards import BUILT_IN, expand_shards
+from data.shard_cache import open_shard_cache
 from model import flow
 from model.encoders import Encoders
 from model.latents import PATCH, patchify
@@ -43,23 +45,23 @@ from parallel.compile import compile_units
 from parallel.context_parallel import apply_token_parallel
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
 from parallel.float8 import apply_float8
-from parallel.fsdp import shard_model
+from parallel.fsdp import gathered, shard_frozen, shard_model
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.mesh import build_mesh, data_parallel, weights_mesh
+from parallel.mesh import build_mesh, data_parallel, peers, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights
 from tools.sample_grid import sample_grid
-from utils.config import parse, run_main, write_run_folder
+from utils.config import MAY_CHANGE, parse, run_main, write_run_folder
 from utils.ema import EMA
 from utils.flops import device_peak, mmdit_forward_flops
 from utils.logging import RunLog, set_up_logging
+from utils.loss_tally import LossTally
 from utils.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
 from utils.phase_timer import PhaseTimer
 from utils.random_streams import torch_generator
 from utils.schedule import learning_rate
 
-LANGUAGES = ("zh", "en", "other")
 NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
 log = logging.getLogger("train")
 
@@ -69,8 +71,10 @@ class Config:
     # Model and data
     model: str = "assets/tiny"  # folder in the released layout: transformer/ vae/ text_encoder/ tokenizer/ scheduler/
     from_scratch: bool = False  # ignore weights in the folder's transformer/
-    data: str = "emoji-small"  # emoji-small, emoji, or webdataset shards: a folder or a glob of .tar files
+    data: str = "emoji-small"  # emoji-small, emoji, shards (folder, pattern or list.txt; s3://, https://), or a mixture
     validation_data: str = ""  # held-out shards, likewise; the emoji sets bring their own
+    shuffle_shards: int = 16  # shards whose samples are mixed at a time
+    reweight: float = 0.0  # > 0 shifts a mixture's shares to groups of high validation loss: (loss / mean) ** reweight
     run_folder: str = "runs/mmdit"  # everything this run writes; an existing one is resumed
     cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
     # Batch and length
@@ -110,6 +114,7 @@ class Config:
     reshard_after_forward: bool = True  # free gathered weights between forward and backward
     num_prefetch: int = 0  # blocks whose weights are gathered ahead; 0 leaves it to FSDP
     cpu_offload: bool = False  # keep weights, gradients and optimizer state in host memory
+    shard_text_encoder: bool = False  # gather it a micro-batch at a time: a slice rather than 14 GB on each GPU
     compile: bool = False  # compile each block; micro-batches are filled to one size
     max_text_tokens_per_micro_batch: int = 0  # with --compile: how many are for text; 0 = the data's mean share
     float8: bool = False  # the blocks' matrix products, on H100 and later (torchao)
@@ -119,6 +124,7 @@ class Config:
     prefetch_steps: int = 2  # optimizer steps read ahead
     latents_cache_gib: float = 1.0  # encoded pictures kept in memory by each rank
     text_cache_gib: float = 0.5  # encoded captions likewise
+    shard_cache_gib: float = 0.0  # of remote shards, kept in cache_folder by all ranks of a host together; 0 = nothing
     max_bad_samples: int = 100  # unreadable samples replaced before the run gives up
     # Watching; 0 = never
     log_every: int = 10  # steps between lines of metrics.jsonl, 0 = never
@@ -149,7 +155,8 @@ class Batch:
     txt: Tensor  # (T, joint_attention_dim)
     t: Tensor  # (B,) float32
     weight: Tensor  # (B,) float32; 0 for a filler
-    language: Tensor  # (B,) int64, index into LANGUAGES
+    language: Tensor  # (B,) int64, index into LANGUAGE_ROWS
+    group: Tensor  # (B,) int64, of the mixture; -1 for none
 
 
 def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: int | None = None) -> Batch:
@@ -161,7 +168,7 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
     for sample in samples:
         epoch, purpose = (sample.plan.epoch, "train") if stratum is None else (0, f"validation {stratum}")
         random = torch_generator(cfg.seed, epoch, sample.key, purpose)
-        mean, std = encoders.moments(sample.key, sample.read_pixels)
+        mean, std = encoders.moments(sample.key, sample.read_pixels, sample.latents)
         normal, eps, posterior = torch.randn((), generator=random), *torch.randn(2, *mean.shape, generator=random)
         grids.append([(1, mean.shape[1] // PATCH, mean.shape[2] // PATCH)])
         mu = flow.shift_mu(math.prod(grids[-1][0]))
@@ -171,7 +178,8 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
             times.append(flow.shift_t(torch.tensor(flow.logit_normal_quantiles(NUM_STRATA)[stratum]), mu))
         x0.append(patchify(mean + std * posterior.to(std) if cfg.sample_posterior else mean))
         noise.append(patchify(eps.to(mean)))
-    txt = [encoders.prompt(sample.caption) for sample in samples]
+    with gathered(encoders.text.language_model):
+        txt = [encoders.prompt(sample.caption, sample.states) for sample in samples]
     return Batch(
         layout=PackedLayout.build(grids, [len(states) for states in txt], encoders.device),
         x0=torch.cat(x0),
@@ -179,7 +187,8 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
         txt=torch.cat(txt),
         t=torch.stack(times).to(encoders.device),
         weight=torch.tensor([sample.plan.weight for sample in samples], device=encoders.device),
-        language=torch.tensor([LANGUAGES.index(sample.plan.language) for sample in samples], device=encoders.device),
+        language=torch.tensor([language_row(sample.plan.language) for sample in samples], device=encoders.device),
+        group=torch.tensor([sample.plan.group for sample in samples], device=encoders.device),
     )
 
 
@@ -191,24 +200,17 @@ def sample_losses(model: nn.Module, batch: Batch, cfg: Config) -> Tensor:
 
 
 @torch.no_grad()
-def validation_losses(model: nn.Module, encoders: Encoders, reader: Reader, cfg: Config, micro_batches: list) -> dict:
-    """Return the mean loss at NUM_STRATA equally likely times: in all, by language and by time."""
-    sums, counts = torch.zeros(2, len(LANGUAGES), NUM_STRATA, dtype=torch.float64)
+def validation_losses(
+    model: nn.Module, encoders: Encoders, reader: Reader, cfg: Config, micro_batches: list, groups: tuple[str, ...]
+) -> dict:
+    """Return the mean loss at NUM_STRATA equally likely times: in all, by language, by group and by time."""
+    tally = LossTally(LANGUAGE_ROWS, groups, [f"t{stratum}" for stratum in range(NUM_STRATA)])
     for stratum in range(NUM_STRATA):
         for planned in micro_batches:
             batch = make_batch([reader.read(p, encoders.needs_picture) for p in planned], encoders, cfg, stratum)
-            losses = sample_losses(model, batch, cfg) * batch.weight
-            sums[:, stratum].index_add_(0, batch.language.cpu(), losses.double().cpu())
-            counts[:, stratum].index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
-    # Peers along cp and tp count everything again, above and below the line alike.
-    totals = torch.tensor(all_reduce_sum(torch.stack((sums, counts)).flatten().tolist(), encoders.device))
-    sums, counts = totals.view(2, len(LANGUAGES), NUM_STRATA)
-    result = {"val_loss": sums.sum() / counts.sum()}
-    result |= {
-        f"val_loss_{name}": s.sum() / n.sum() for name, s, n in zip(LANGUAGES, sums, counts, strict=True) if n.sum()
-    }
-    result |= {f"val_loss_t{k}": sums[:, k].sum() / counts[:, k].sum() for k in range(NUM_STRATA)}
-    return {name: value.item() for name, value in result.items()}
+            losses, at = sample_losses(model, batch, cfg), torch.full_like(batch.group, stratum)
+            tally.add(losses, batch.weight, batch.language, batch.group, at)
+    return tally.means(all_reduce_sum(tally.sums(), encoders.device), "val_loss")
 
 
 def check_config(cfg: Config) -> None:
@@ -216,11 +218,10 @@ def check_config(cfg: Config) -> None:
     for name in ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(cfg, name)}")
-    if cfg.num_languages not in (0, len(LANGUAGES)):
-        raise ValueError(f"--num_languages must be 0 or {len(LANGUAGES)} {LANGUAGES}, got {cfg.num_languages}")
-    for name, known in (("dtype", ("auto", "float32", "bfloat16")), ("reduce_dtype", ("float32", "bfloat16"))):
+    dtypes = ("float32", "bfloat16")
+    for name, known in (("num_languages", (0, 3)), ("dtype", ("auto", *dtypes)), ("reduce_dtype", dtypes)):
         if getattr(cfg, name) not in known:
-            raise ValueError(f"--{name} must be one of {', '.join(known)}, got {getattr(cfg, name)!r}")
+            raise ValueError(f"--{name} must be one of {', '.join(map(str, known))}, got {getattr(cfg, name)!r}")
 
 
 def main(cfg: Config) -> None:
@@ -229,31 +230,35 @@ def main(cfg: Config) -> None:
     device = init_distributed(cfg.timeout_s)
     mesh = build_mesh(device.type, cfg.dp_replicate, cfg.dp_shard, cfg.cp, cfg.tp)
     data_rank, num_data_ranks = data_parallel(mesh)
-    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = auto if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+    dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32")
     folder = Path(cfg.run_folder)
     set_up_logging(folder, is_main(), dist.get_rank())
 
     # ---- 2. Frozen encoders -----------------------------------------------------------------------------------------
     encoders = Encoders(cfg.model, device, dtype, cfg.latents_cache_gib, cfg.text_cache_gib)
+    if cfg.shard_text_encoder:
+        shard_frozen(encoders.text.language_model, weights_mesh(mesh)["dp_shard"])
 
     # ---- 3. Data ----------------------------------------------------------------------------------------------------
     cache = Path(cfg.cache_folder)
+    mixture, text, ranks = load_mixture(cfg.data), encoders.text, (dist.get_rank(), dist.get_world_size())
+    shards = mixture.shards("train", cache)  # and the source of each
+    val_shards = mixture.held_out(cfg.validation_data, shards, cache)
     index, val_index = (
-        build_index(expand_shards(source, split, cache), encoders.text.count_tokens, encoders.text.tokenizer_id, cache)
-        for source, split in ((cfg.data, "train"), (cfg.validation_data or cfg.data, "validation"))
+        build_index(list(paths), text.count_tokens, text.tokenizer_id, cache, *ranks, encoded_by=encoders.identity)
+        for paths in (shards, val_shards)
     )
+    mixture.check_reweight(cfg.reweight, cfg.eval_every)
+    order = MixtureOrder(index, mixture, [*shards.values()], cfg.global_batch_size, cfg.seed, cfg.shuffle_shards)
     plan = BatchPlan(
-        index, GlobalOrder(len(index), cfg.global_batch_size, cfg.seed), num_ranks=num_data_ranks, rank=data_rank,
-        max_tokens=cfg.max_tokens_per_micro_batch, seed=cfg.seed, caption_dropout=cfg.caption_dropout,
-        zh_share=cfg.zh_share, num_empty_tokens=encoders.text.count_tokens(""), max_pixels=cfg.max_pixels,
-        fill=cfg.compile, max_text_tokens=cfg.max_text_tokens_per_micro_batch,
+        index, order, num_ranks=num_data_ranks, rank=data_rank, max_tokens=cfg.max_tokens_per_micro_batch,
+        seed=cfg.seed, caption_dropout=cfg.caption_dropout, zh_share=cfg.zh_share, max_pixels=cfg.max_pixels,
+        num_empty_tokens=text.count_tokens(""), fill=cfg.compile, max_text_tokens=cfg.max_text_tokens_per_micro_batch,
     )  # fmt: skip
-    if not cfg.validation_data and cfg.data not in BUILT_IN:
-        log.warning("no --validation_data: validation looks at the training samples")
     val_micro_batches = spread_micro_batches(
-        val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, cfg.max_pixels
-    )
+        val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, cfg.max_pixels,
+        lambda record, language: mixture.group_of_record(record, language, [*val_shards.values()]),
+    )  # fmt: skip
 
     # ---- 4. Model: built without memory, cut, then filled -----------------------------------------------------------
     model_config = MMDiTConfig.from_folder(f"{cfg.model}/transformer", num_languages=cfg.num_languages)
@@ -265,8 +270,7 @@ def main(cfg: Config) -> None:
     num_parameters = sum(p.numel() for p in model.parameters())
     if cfg.float8:
         apply_float8(model, FLOAT8_PARTS, device)
-    weights = weights_mesh(mesh)
-    by_rows = cfg.tp_sequence_parallel
+    weights, by_rows = weights_mesh(mesh), cfg.tp_sequence_parallel
     apply_tensor_parallel(model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
     apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
     apply_activation_checkpointing(model, FSDP_UNITS, cfg.activation_checkpointing)
@@ -292,33 +296,34 @@ def main(cfg: Config) -> None:
     tensors |= {f"ema.{name}": average for name, average in ema.tensors().items()}
     tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer, model).items()}
     checkpoints = folder / "checkpoints"
-    write_run_folder(folder, cfg, __file__)
+    write_run_folder(folder, cfg, __file__, MAY_CHANGE - ({"eval_every", "eval_samples"} if cfg.reweight else set()))
     start_step = 0
     if (newest := checkpoint.latest(checkpoints)) is not None:
-        state = checkpoint.load(checkpoints, newest, tensors)
-        if state["data"] != plan.state():
-            raise ValueError(f"{folder} was trained on other data ({state['data']}, now {plan.state()})")
+        plan.load_state(checkpoint.load(checkpoints, newest, tensors)["data"])
         start_step = newest
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank())
-    reader, val_reader = (Reader(i, cfg.max_pixels, cfg.max_bad_samples) for i in (index, val_index))
-    loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
+    kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
+    reader, val_reader = (Reader(i, cfg.max_pixels, cfg.max_bad_samples, kept) for i in (index, val_index))
+    loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture, peers(mesh))
     log.info(
         "%.2f M parameters, %d training samples, %d ranks (%s), from step %d to %d",
         num_parameters / 1e6, len(index), dist.get_world_size(), mesh, start_step, cfg.num_steps,
     )  # fmt: skip
-
     timer, peak = PhaseTimer(device), device_peak(device, dtype)
-    ranks_alike = dist.get_world_size() // num_data_ranks  # peers along cp and tp count the same samples
     # ---- 7. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
         # Watch before the step: turn 0 sees the untrained model, the last turn only watches.
         ended = step == cfg.num_steps
         if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
-            checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state()})
+            checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state(step)})
             checkpoint.prune(checkpoints, cfg.keep_checkpoints)
         if cfg.eval_every and (ended or step % cfg.eval_every == 0):
             with ema.swapped_in(model):
-                run_log.scalars(step, validation_losses(model, encoders, val_reader, cfg, val_micro_batches))
+                seen = validation_losses(model, encoders, val_reader, cfg, val_micro_batches, mixture.group_names)
+            run_log.scalars(step, seen)
+            if cfg.reweight:
+                order.reweight(step, seen, cfg.reweight)
+                loader.seek(step)
         if cfg.sample_every and (ended or step % cfg.sample_every == 0):
             with ema.swapped_in(model):
                 picture = sample_grid(
@@ -335,29 +340,26 @@ def main(cfg: Config) -> None:
         with timer.phase("data_wait"):
             micro_batches = loader.next_step()
         # Loss and backward
-        loss_sums, loss_counts = torch.zeros(2, len(LANGUAGES), dtype=torch.float64)
-        tokens, fillers, flops = 0, 0, 0
+        tally, tokens, fillers, flops = LossTally(LANGUAGE_ROWS, mixture.group_names), 0, 0, 0
         for i, samples in enumerate(micro_batches):
             with timer.phase("encode"):
                 batch = make_batch(samples, encoders, cfg)
-                batch = fill_batch(batch, plan.fill_to, ("x0", "noise"), ("txt",), ("t", "weight", "language"))
+                batch = fill_batch(batch, plan.fill_to, ("x0", "noise"), ("txt",), ("t", "weight", "language", "group"))
             # Gradients go to the shards at once, so no rank ever holds them whole; only HSDP's copies wait.
             model.set_requires_all_reduce(i == len(micro_batches) - 1)
             with timer.phase("forward"):
-                losses = sample_losses(model, batch, cfg) * batch.weight
+                losses = sample_losses(model, batch, cfg)
             with timer.phase("backward"):
-                (losses.sum() / cfg.global_batch_size).backward()
+                ((losses * batch.weight).sum() / cfg.global_batch_size).backward()
             flops += 3 * mmdit_forward_flops(model_config, batch.layout.img_lens, batch.layout.txt_lens)
-            loss_sums.index_add_(0, batch.language.cpu(), losses.detach().double().cpu())
-            loss_counts.index_add_(0, batch.language.cpu(), batch.weight.double().cpu())
+            tally.add(losses, batch.weight, batch.language, batch.group)
             fillers += batch.layout.num_filler_tokens
             tokens += len(batch.x0) + len(batch.txt) - batch.layout.num_filler_tokens
-        # Clip.  The sums over all ranks make every rank see the same loss and norm, so all stop or none
+        # Clip.  The sums over all ranks make all see the same loss and norm, so all stop or none; peers count alike
         norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
-        local = [*loss_sums.tolist(), *loss_counts.tolist(), tokens, fillers, flops, len(reader.bad_samples)]
-        *sums, tokens, fillers, flops, num_bad = (total / ranks_alike for total in all_reduce_sum(local, device))
-        loss_sums, loss_counts = torch.tensor(sums).view(2, -1)
-        loss = (loss_sums.sum() / loss_counts.sum()).item()
+        local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples)]
+        *sums, tokens, fillers, flops, num_bad = (total / (cp * tp) for total in all_reduce_sum(local, device))
+        loss = (means := tally.means(sums, "loss"))["loss"]
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise ValueError(
                 f"step {step}: loss {loss}, gradient norm {norm}; stopped before the weights changed. "
@@ -372,7 +374,6 @@ def main(cfg: Config) -> None:
             optimizer.step()
             optimizer.zero_grad()
             ema.update(step)
-
         # Log
         step_s, phases = time.perf_counter() - started, timer.collect()
         rates = {"samples_per_s": cfg.global_batch_size / step_s, "tokens_per_s": tokens / step_s}
@@ -380,8 +381,7 @@ def main(cfg: Config) -> None:
         if cfg.log_samples:
             run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
         if cfg.log_every and step % cfg.log_every == 0:
-            by_language = zip(LANGUAGES, loss_sums, loss_counts, strict=True)
-            scalars = {"loss": loss} | {f"loss_{name}": (s / n).item() for name, s, n in by_language if n}
+            scalars = means | {f"samples_{name}": count for name, count in order.counts(step + 1).items()}
             scalars |= {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
             scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad}
             scalars |= {"filler": fillers / (tokens + fillers)} if cfg.compile else {}

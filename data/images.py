@@ -1,22 +1,72 @@
 """Picture files to RGB as a viewer shows them, and to sizes that the model can take."""
 
 import io
+import warnings
 
-from PIL import Image, ImageOps
+from PIL import Image
+
+from data.colour import WHITE, to_srgb
 
 MULTIPLE = 16  # pixels a side of one image token: the VAE's factor of 8 times the patch of 2
-Image.MAX_IMAGE_PIXELS = 100_000_000  # at twice as many Pillow refuses the file as a decompression bomb
+MAX_FILE_PIXELS = 100_000_000  # of a file; more is taken as a decompression bomb
+Image.MAX_IMAGE_PIXELS = MAX_FILE_PIXELS  # at twice as many Pillow refuses the file before we see its size
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # between the two, we refuse it
 # No vector format: Pillow would start other programs for those.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _ORIENTATION = 0x0112
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
+_SIDEWAYS = (5, 6, 7, 8)
 _PNG_ORIENTATION_MARKS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+_PNG_DEPTH_BYTE = 24
+# What else lies under a picture's name: how it starts, after white space, → what to call it.
+_OTHER_KINDS = (
+    (b"<svg", "an SVG drawing"), (b"<?xml", "XML"), (b"<!doctype html", "a web page"), (b"<html", "a web page"),
+    (b"%!ps", "a PostScript drawing"), (b"\xc5\xd0\xd3\xc6", "an EPS drawing"), (b"%pdf", "a PDF document"),
+    (b"8bps", "a Photoshop file"), (b"\0\0\0\x0cjp  ", "JPEG 2000"), (b"\xff\x4f\xff\x51", "JPEG 2000"),
+    (b"\0\0\0\x0cjxl ", "JPEG XL"), (b"\xff\x0a", "JPEG XL"), (b"\0\0\1\0", "an icon"), (b"qoif", "QOI"),
+    (b"pk\3\4", "a zip archive"), (b"\x1f\x8b", "a gzip file"), (b"version https://git-lfs", "a Git LFS pointer"),
+)  # fmt: skip
 
 
 def _open(data: bytes) -> Image.Image:
+    """Read the header.  Raises: ValueError with the reason if the file is not taken."""
+    if not data:
+        raise ValueError("the file is empty")
     try:
-        return Image.open(io.BytesIO(data), formats=_FORMATS)
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    except Image.UnidentifiedImageError as error:
+        raise ValueError(f"not a readable picture: {_kind(data)}; PNG, JPEG, WebP, GIF, BMP and TIFF are") from error
     except Exception as error:  # on damaged bytes Pillow's plug-ins raise anything from struct.error to KeyError
         raise ValueError(f"not a readable picture: {error}") from error
+    if image.width * image.height > MAX_FILE_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels are too many; a file may have {MAX_FILE_PIXELS}")
+    return image
+
+
+def _kind(data: bytes) -> str:
+    """Name what a file of no known picture format is."""
+    start = data[:64].removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n").lower()
+    for mark, name in _OTHER_KINDS:
+        if start.startswith(mark):
+            return f"it is {name}"
+    if data[4:8] == b"ftyp":
+        return f"it is AVIF, HEIC or a film ({data[8:12].decode('ascii', 'replace')})"
+    if start.startswith((b"\x89png", b"\xff\xd8", b"riff", b"gif8", b"bm", b"ii", b"mm")):
+        return "its header is damaged"
+    return "it is text" if data[:512].isascii() and b"\0" not in data[:512] else "its format is unknown"
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF (or XMP) orientation, 1 to 8; of damaged metadata 1, as shown by a viewer."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # as in _open
+        return 1
+    return orientation if orientation in _TRANSPOSE else 1
 
 
 def shown_size(data: bytes) -> tuple[int, int]:
@@ -29,30 +79,36 @@ def shown_size(data: bytes) -> tuple[int, int]:
     unmarked = image.format == "PNG" and not any(mark in data for mark in _PNG_ORIENTATION_MARKS)
     if unmarked or image.format == "TIFF":
         return image.height, image.width
-    try:
-        sideways = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
-    except Exception as error:  # as above
-        raise ValueError(f"not a readable picture: {error}") from error
-    return (image.width, image.height) if sideways else (image.height, image.width)
+    return (image.width, image.height) if _orientation(image) in _SIDEWAYS else (image.height, image.width)
 
 
-def decode_image(data: bytes) -> Image.Image:
-    """Decode to RGB: EXIF orientation applied, transparency over white, first frame, any mode that Pillow reads.
+def decode_image(data: bytes, background: tuple[int, int, int] = WHITE) -> Image.Image:
+    """Decode to sRGB: EXIF orientation applied, transparency over `background`, of an animation the first frame.
 
-    Raises: ValueError for a truncated, damaged or unknown file and for a decompression bomb.
+    An APNG's first frame is the one that viewers of still pictures show.  How colours are converted: data/colour.py.
+    Raises: ValueError with the reason for an empty, truncated, damaged or unknown file and for a decompression bomb.
     """
     image = _open(data)
     try:
+        if image.format == "PNG":
+            _scale_transparent_colour(image, data[_PNG_DEPTH_BYTE])
         image.load()
-        image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion clips at 255
-            image = image.point(lambda value: value / 256).convert("L")
-        if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return image.convert("RGB")
-    except Exception as error:  # as above
+        # Pillow has turned a TIFF already.
+        transpose = None if image.format == "TIFF" else _TRANSPOSE.get(_orientation(image))
+        rgb = to_srgb(image, background)
+        return rgb if transpose is None else rgb.transpose(transpose)
+    except Exception as error:  # as in _open
         raise ValueError(f"the picture cannot be decoded: {error}") from error
+
+
+def _scale_transparent_colour(image: Image.Image, depth: int) -> None:
+    """Scale a PNG's transparent colour as Pillow scales its pixels, which it forgets for 2, 4 and 16 bits."""
+    if (colour := image.info.get("transparency")) is None:
+        return
+    if image.mode == "L" and depth < 8:
+        image.info["transparency"] = colour * 255 // ((1 << depth) - 1)
+    elif image.mode == "RGB" and depth == 16:
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
 def fitted_size(height: int, width: int, multiple: int, max_pixels: int) -> tuple[int, int]:

@@ -1,13 +1,14 @@
 """The one global order of samples: a pure function of (seed, position), on any number of ranks and workers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from utils.random_streams import stream_seed
+from data.permutation import permutation_keys, permute
 
-_ROUNDS = 6
-_MIN_HALF_BITS = 3  # a network on fewer bits does not reach every order of a handful of samples equally often
+DEFAULT_SHUFFLE_SHARDS = 16
 
 
 @dataclass(frozen=True)
@@ -16,51 +17,98 @@ class SampleRef:
 
     epoch: int
     index: int
+    group: int = 0  # of the mixture
+    languages: tuple[str, ...] | None = None  # of which its caption is taken; None = any
+
+
+@dataclass(frozen=True, eq=False)
+class _Epoch:
+    """The shards of an epoch in order, cut into windows: S shards with samples, W windows."""
+
+    shards: np.ndarray  # (S,) int64
+    ends: np.ndarray  # (S,) int64, samples up to the end of each shard
+    window_ends: np.ndarray  # (W,) int64, samples up to the end of each window
 
 
 class GlobalOrder:
     """An endless sequence of epochs, each a different permutation of all samples, cut into global batches.
 
-    The permutation is computed, not stored: a Feistel network over the next power of four, walked until it lands
-    inside (cycle walking), so any position of any epoch costs the same and nothing grows with the data set.
+    An epoch is a permutation of the shards, cut into windows of about `shuffle_shards` of them, and in each window a
+    permutation of its samples: so what is read at a time lies in few shards, and each is read once an epoch.  Not more
+    shards than that are one window, which is a permutation of all samples.  Both permutations are computed, not stored:
+    any position of any epoch costs the same, and nothing grows with the number of samples.
+
+    sizes: how many samples each shard has, or their number if they all lie in one.  A sample's index counts through the
+    shards as given.  purpose: orders with different ones are independent.
     """
 
-    def __init__(self, num_samples: int, global_batch_size: int, seed: int):
-        if num_samples < 1:
+    def __init__(
+        self,
+        sizes: int | Sequence[int],
+        global_batch_size: int,
+        seed: int,
+        shuffle_shards: int = DEFAULT_SHUFFLE_SHARDS,
+        purpose: str = "order",
+    ):
+        self._sizes = np.atleast_1d(np.asarray(sizes, np.int64))
+        self.num_samples = int(self._sizes.sum())
+        if self.num_samples < 1:
             raise ValueError("the data set holds no usable sample; see the rejects in the log")
-        if global_batch_size < 1:
-            raise ValueError(f"--global_batch_size must be at least 1, got {global_batch_size}")
-        self.num_samples, self.global_batch_size, self.seed = num_samples, global_batch_size, seed
-        self._half_bits = max(_MIN_HALF_BITS, ((num_samples - 1).bit_length() + 1) // 2)
+        for name, value in (("global_batch_size", global_batch_size), ("shuffle_shards", shuffle_shards)):
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        self.global_batch_size, self.seed, self.purpose = global_batch_size, seed, purpose
+        self._starts = np.cumsum(self._sizes) - self._sizes
+        self._shards = np.flatnonzero(self._sizes)
+        self.num_windows = -(-len(self._shards) // shuffle_shards)
+        self._epoch = lru_cache(4)(self._make_epoch)
 
     def batch(self, step: int) -> list[SampleRef]:
         """Return the samples of optimizer step `step`, in order; a batch may span epochs."""
-        first = step * self.global_batch_size
-        positions = np.arange(first, first + self.global_batch_size, dtype=np.uint64)
-        epochs, places = np.divmod(positions, np.uint64(self.num_samples))
+        return self.visits(np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size))
+
+    def state(self, step: int) -> dict:
+        """Return what continues the order at a step: nothing, it depends on the step alone."""
+        return {}
+
+    def load_state(self, state: dict) -> None:
+        """Continue where `state` was taken."""
+
+    def visits(self, positions: np.ndarray) -> list[SampleRef]:
+        """Return the samples at positions (n,) of the endless sequence."""
+        epochs, places = np.divmod(positions.astype(np.uint64), np.uint64(self.num_samples))
         indices = self.permute(epochs, places)
         return [SampleRef(e, i) for e, i in zip(epochs.tolist(), indices.tolist(), strict=True)]
 
     def permute(self, epochs: np.ndarray | int, places: np.ndarray) -> np.ndarray:
         """Return which sample stands at each of places (n,) uint64, in [0, num_samples), of epochs (n,) or of one."""
         distinct, which = np.unique(np.broadcast_to(epochs, places.shape), return_inverse=True)
-        keys = [[stream_seed(self.seed, epoch, r, "order") for epoch in distinct.tolist()] for r in range(_ROUNDS)]
-        keys = np.array(keys, np.uint64)[:, which]  # (rounds, n)
-        result = self._feistel(places, keys)
-        while len(outside := np.flatnonzero(result >= self.num_samples)):
-            result[outside] = self._feistel(result[outside], keys[:, outside])
+        if self.num_windows == 1:
+            keys = [permutation_keys(self.seed, epoch, 0, self.purpose) for epoch in distinct.tolist()]
+            return permute(places, self.num_samples, np.array(keys, np.uint64)[which].T)
+        result = np.empty(places.shape, np.uint64)
+        for n, epoch in enumerate(distinct.tolist()):
+            there = np.flatnonzero(which == n)
+            result[there] = self._permute_windows(epoch, places[there].astype(np.int64))
         return result
 
-    def _feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
-        left, right = values >> bits, values & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right + key) & mask)
-        return (left << bits) | right
+    def _permute_windows(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        layout = self._epoch(epoch)
+        windows = layout.window_ends.searchsorted(places, side="right")
+        starts = np.concatenate(([0], layout.window_ends))
+        distinct, which = np.unique(windows, return_inverse=True)
+        keys = [permutation_keys(self.seed, epoch, window, self.purpose) for window in distinct.tolist()]
+        inside, sizes = places - starts[windows], np.diff(starts)[windows]
+        inside = permute(inside.astype(np.uint64), sizes.astype(np.uint64), np.array(keys, np.uint64)[which].T)
+        places = starts[windows] + inside.astype(np.int64)
+        turns = layout.ends.searchsorted(places, side="right")
+        shards = layout.shards[turns]
+        return self._starts[shards] + places - (layout.ends[turns] - self._sizes[shards])
 
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Scramble 64-bit words; overflow wraps.  Source: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    def _make_epoch(self, epoch: int) -> _Epoch:
+        count = len(self._shards)
+        keys = np.array(permutation_keys(self.seed, epoch, 0, f"{self.purpose} of shards"), np.uint64)
+        shards = self._shards[permute(np.arange(count, dtype=np.uint64), count, keys[:, None])]
+        ends = np.cumsum(self._sizes[shards])
+        last = (np.arange(1, self.num_windows + 1) * count) // self.num_windows - 1  # windows as even as can be
+        return _Epoch(shards, ends, ends[last])

@@ -3,12 +3,16 @@
 A pure function of the step: ranks and reader threads change who computes a sample, never which samples a step has.
 """
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import mean
 
-from data.images import MULTIPLE, fitted_size
+from data.images import MULTIPLE
 from data.index import Index, SampleRecord
-from data.order import GlobalOrder
+from data.mixture_order import MixtureOrder
+from data.order import GlobalOrder, SampleRef
 from data.pack import deal
 from utils.random_streams import uniform
 
@@ -31,6 +35,7 @@ class PlannedSample:
     num_image_tokens: int
     num_text_tokens: int  # of the caption, or of the empty prompt if it is dropped
     weight: float = 1.0  # 0 for a filler
+    group: int = 0  # of the mixture; -1 = of none
 
     @property
     def num_tokens(self) -> int:
@@ -45,21 +50,39 @@ def every_language(index: Index, i: int, max_pixels: int = DEFAULT_MAX_PIXELS) -
 
 
 def spread_micro_batches(
-    index: Index, num_samples: int, num_ranks: int, rank: int, max_tokens: int, max_pixels: int = DEFAULT_MAX_PIXELS
+    index: Index,
+    num_samples: int,
+    num_ranks: int,
+    rank: int,
+    max_tokens: int,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    group_of: Callable[[SampleRecord, str], int | None] = lambda record, language: None,
 ) -> list[list[PlannedSample]]:
-    """Return a rank's part of `num_samples` samples spread over the index, each in every language it has."""
-    chosen = range(0, len(index), max(1, len(index) // num_samples))[:num_samples]
-    tasks = [planned for i in chosen for planned in every_language(index, i, max_pixels)]
+    """Return a rank's part of `num_samples` samples spread over the index, each in every language it has.
+
+    group_of: the group of a sample in a language, or None.
+    """
+    tasks = []
+    for i in index.spread(num_samples):
+        for planned in every_language(index, i, max_pixels):
+            group = group_of(index[i], planned.language)
+            tasks.append(replace(planned, group=-1 if group is None else group))
     dealt = deal([task.num_tokens for task in tasks], num_ranks, max_tokens)[rank]
     # A rank without work still takes part in every gather, at weight 0.
     return [[tasks[i] for i in micro] or [replace(tasks[0], weight=0.0)] for micro in dealt]
 
 
 def _planned(epoch: int, i: int, record: SampleRecord, language: str, wording: int, max_pixels: int) -> PlannedSample:
-    height, width = fitted_size(record.height, record.width, MULTIPLE, max_pixels)
+    height, width = record.trained_size(max_pixels)
     image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
     text_tokens = record.caption_tokens[language][wording]
     return PlannedSample(epoch, i, language, wording, False, height, width, image_tokens, text_tokens)
+
+
+def _choose(share: float, weights: Sequence[float]) -> int:
+    """Return the place whose stretch of `weights`, laid end to end, begins at or before `share` of their sum."""
+    ends = list(accumulate(weights))
+    return min(bisect_right(ends, share * ends[-1]), len(weights) - 1)
 
 
 class BatchPlan:
@@ -68,7 +91,7 @@ class BatchPlan:
     def __init__(
         self,
         index: Index,
-        order: GlobalOrder,
+        order: GlobalOrder | MixtureOrder,
         *,
         num_ranks: int,
         rank: int,
@@ -99,7 +122,7 @@ class BatchPlan:
 
     def global_batch(self, step: int) -> list[PlannedSample]:
         """Return every sample of a step, over all ranks, in global order."""
-        return [self._plan(ref.epoch, ref.index) for ref in self.order.batch(step)]
+        return [self._plan(ref) for ref in self.order.batch(step)]
 
     def micro_batches(self, step: int) -> list[list[PlannedSample]]:
         """Return this rank's samples of a step, by micro-batch.
@@ -117,13 +140,20 @@ class BatchPlan:
         filler = replace(min(batch, key=lambda planned: planned.num_tokens), weight=0.0)
         return [[batch[i] for i in micro] or [filler] for micro in dealt]
 
-    def state(self) -> dict:
-        """Return what must be the same for a resumed run to see the samples that the undisturbed run would see."""
-        return {"index": self.index.fingerprint, "num_samples": len(self.index)}
+    def state(self, step: int) -> dict:
+        """Return what a resumed run needs to see from `step` on what the undisturbed run would see; under 4 KiB."""
+        return {"index": self.index.fingerprint, "num_samples": len(self.index)} | self.order.state(step)
+
+    def load_state(self, state: dict) -> None:
+        """Continue where `state` was taken, on any number of ranks.  Raises: ValueError if that was other data."""
+        now = {"index": self.index.fingerprint, "num_samples": len(self.index)}
+        if (there := {name: state.get(name) for name in now}) != now:
+            raise ValueError(f"the run was started on other data ({there}, now {now}); give a new --run_folder")
+        self.order.load_state({name: value for name, value in state.items() if name not in now})
 
     def _fill_to(self, num_txt: int) -> tuple[int, int, int]:
         """Share `max_tokens` out: the same on every rank, and over the whole run."""
-        looked_at = range(0, len(self.index), max(1, len(self.index) // _NUM_LOOKED_AT))
+        looked_at = self.index.spread(_NUM_LOOKED_AT)
         images = [every_language(self.index, i, self.max_pixels)[0].num_image_tokens for i in looked_at]
         texts = [n for i in looked_at for wordings in self.index[i].caption_tokens.values() for n in wordings]
         if not num_txt:
@@ -139,19 +169,20 @@ class BatchPlan:
         num_samples = max(1, min(self.order.global_batch_size, self.max_tokens // smallest))
         return self.max_tokens - num_txt, num_txt, num_samples + 1  # the filler is a sample too
 
-    def _plan(self, epoch: int, i: int) -> PlannedSample:
-        record = self.index[i]
+    def _plan(self, ref: SampleRef) -> PlannedSample:
+        record = self.index[ref.index]
 
         def draw(purpose: str) -> float:
-            return uniform(self.seed, epoch, record.key, purpose)
+            return uniform(self.seed, ref.epoch, record.key, purpose)
 
-        languages = list(record.caption_tokens)
+        languages = [name for name in record.caption_tokens if ref.languages is None or name in ref.languages]
         if "zh" in languages and len(languages) > 1:
             others = [language for language in languages if language != "zh"]
             languages = ["zh"] if draw("zh") < self.zh_share else others
         language = languages[int(draw("language") * len(languages))]
-        wording = int(draw("wording") * len(record.caption_tokens[language]))
-        planned = _planned(epoch, i, record, language, wording, self.max_pixels)
+        wording = _choose(draw("wording"), record.caption_weights[language])
+        planned = _planned(ref.epoch, ref.index, record, language, wording, self.max_pixels)
+        planned = replace(planned, group=ref.group)
         if draw("drop_caption") < self.caption_dropout:
             return replace(planned, drop_caption=True, num_text_tokens=self.num_empty_tokens)
         return planned

@@ -2,26 +2,31 @@
 
 import logging
 import math
-import os
 import threading
-import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.captions import parse_captions
-from data.images import MULTIPLE, decode_image, fit, fitted_size
-from data.index import Index, SampleRecord
+from data.encoded import EncodedMember
+from data.images import decode_image, fit
+from data.index import Index
 from data.plan import DEFAULT_MAX_PIXELS, BatchPlan, PlannedSample
+from data.replacement import replacements
+from data.shard_bytes import LostShardError, ShardBytes
+from data.shard_cache import ShardCache
+from utils.byte_source import Patience
 
 log = logging.getLogger("train")
-_MAX_OPEN_SHARDS = 64
+_MAX_LOST_SHARDS = 8  # found one after the other in the place of one sample: then it is the network or the server
 _MAX_CAPTION_BYTES = 32 << 20  # of the members whose parsed captions are kept: a small set is parsed once
+_NUM_REQUESTS = 32  # at once, for remote shards: 50 ms each and 100 KB a sample make 64 MB/s
 _MAX_TASK_SAMPLES = 16  # read by one task of a thread: handing over each sample alone costs more than reading it
 
 
@@ -38,66 +43,88 @@ class Sample:
     caption: str  # "" if dropped
     pixels: Tensor | None  # uint8 (3, H, W), or None if it was not wanted
     reader: "Reader"
+    latents: tuple[Tensor, Tensor] | None = None  # of an encoded sample: mean and std, (C, h, w) each
+    states: Tensor | None = None  # of an encoded sample: the caption's text states, (T, D)
 
     def read_pixels(self) -> Tensor:
         """Return the picture, uint8 (3, H, W), from the shard if it was not read ahead."""
         return self.pixels if self.pixels is not None else self.reader.read_pixels(self.plan.index)
 
 
-class _Shard:
-    """A file open for reading, closed when the last thread has let go of it."""
-
-    def __init__(self, path: str):
-        self._descriptor: int | None = None
-        self._descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self):
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-
-    def read(self, offset: int, size: int) -> bytes:
-        return os.pread(self._descriptor, size, offset)
-
-
 class Reader:
     """Random access to the samples of an index.  Safe to use from several threads.
 
-    A bad sample (checksum, picture, caption) is named in the log once, kept in `bad_samples` {key: reason}, and
-    replaced by the next readable sample of the index with the same size and no longer caption, else by the next with no
-    more tokens.  That is a function of the sample alone: every rank of every world size puts the same one in its place.
+    A bad sample (checksum, picture, caption, a shard that cannot be reached) is named in the log once, kept in
+    `bad_samples` {key: reason}, and replaced by the next readable sample of the index with the same size and no longer
+    caption, else by the next with no more tokens.  That is a function of the sample alone: every rank of every world
+    size puts the same one in its place.
     max_bad_samples: how many this reader replaces before it gives up.
+    cache, patience: for shards on a web server or in an S3 store.
     """
 
-    def __init__(self, index: Index, max_pixels: int = DEFAULT_MAX_PIXELS, max_bad_samples: float = math.inf):
+    def __init__(
+        self,
+        index: Index,
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+        max_bad_samples: float = math.inf,
+        cache: ShardCache | None = None,
+        patience: Patience | None = None,
+    ):
         self.index, self.max_pixels, self.max_bad_samples = index, max_pixels, max_bad_samples
         self.bad_samples: dict[str, str] = {}
-        self._shards: OrderedDict[int, _Shard] = OrderedDict()
+        self.shards = ShardBytes(index.shards, index.versions, cache, patience)
         self._captions: OrderedDict[int, tuple[dict[str, list[str]], int]] = OrderedDict()  # i → captions, bytes
         self._caption_bytes = 0
         self._lock = threading.Lock()
 
-    def read(self, planned: PlannedSample, needs_pixels: Callable[[str], bool] = lambda key: True) -> Sample:
+    def read(
+        self,
+        planned: PlannedSample,
+        needs_pixels: Callable[[str], bool] = lambda key: True,
+        fetched: Future | None = None,
+    ) -> Sample:
         """Read a sample, or the one that takes its place; the picture only if needs_pixels(key).
 
+        fetched: what `fetch` gives for the sample, under way already.
         Raises: BadDataError if no other sample can take a bad one's place, or over max_bad_samples.
         """
-        for candidate in self._candidates(planned):
+        num_lost = 0
+        places = replacements(self.index, planned, self.max_pixels, self.shards.is_lost)
+        for candidate in chain((planned,), places):
             key = self.index.key(candidate.index)
             if key in self.bad_samples:
                 continue
             try:
-                caption = self.read_captions(candidate.index)[candidate.language][candidate.wording]
-                pixels = self.read_pixels(candidate.index) if needs_pixels(key) else None
+                wants_picture = self._wants_picture(candidate.index, needs_pixels)
+                under_way, fetched = fetched, None  # of the planned one alone
+                members = under_way.result() if under_way else self._fetch(candidate.index, wants_picture)
+                caption = self._parse(candidate.index, members.meta)[candidate.language][candidate.wording]
+                caption = "" if candidate.drop_caption else caption
+                if self.index[candidate.index].encoded_sizes:
+                    latents, states = _encoded(candidate, members.image)
+                    return Sample(candidate, key, caption, None, self, latents, states)
+                pixels = self._decode(candidate.index, members.image) if wants_picture else None
             except (ValueError, LookupError, OSError) as error:
-                self._note_bad(key, str(error))
+                self.note_bad(key, str(error))
+                num_lost += isinstance(error, LostShardError)
+                if num_lost > _MAX_LOST_SHARDS:
+                    raise BadDataError(f"{num_lost} shards in a row cannot be reached; the last: {error}") from error
                 continue
-            return Sample(candidate, key, "" if candidate.drop_caption else caption, pixels, self)
+            return Sample(candidate, key, caption, pixels, self)
         raise BadDataError(
             f"sample {self.index.key(planned.index)} is bad, and no other of at most {planned.num_tokens} tokens can "
             "take its place; repair the shards"
         )
 
-    def _note_bad(self, key: str, reason: str) -> None:
+    def fetch(self, planned: PlannedSample, needs_pixels: Callable[[str], bool]) -> "_Members":
+        """Return the sample's bytes, checked but not decoded.  Raises: what reading them may."""
+        key = self.index.key(planned.index)
+        if key in self.bad_samples:
+            return _Members()
+        return self._fetch(planned.index, self._wants_picture(planned.index, needs_pixels))
+
+    def note_bad(self, key: str, reason: str) -> None:
+        """Count a sample as bad and never read it again.  Raises: BadDataError over max_bad_samples."""
         with self._lock:
             if key in self.bad_samples:
                 return
@@ -107,42 +134,46 @@ class Reader:
         if count > self.max_bad_samples:
             raise BadDataError(f"{count} bad samples, over --max_bad_samples; the last is {key}: {reason}")
 
-    def _candidates(self, planned: PlannedSample) -> Iterator[PlannedSample]:
-        """Yield the planned sample, then what may take its place, nearest following first."""
-        yield planned
-        for same_size in (True, False):
-            for distance in range(1, len(self.index)):
-                i = (planned.index + distance) % len(self.index)
-                if candidate := self._in_place_of(planned, i, same_size):
-                    yield candidate
+    def _wants_picture(self, i: int, needs_pixels: Callable[[str], bool]) -> bool:
+        """Return whether the picture's member is to be read; an encoded one holds the text states as well."""
+        return bool(self.index[i].encoded_sizes) or needs_pixels(self.index.key(i))
 
-    def _in_place_of(self, planned: PlannedSample, i: int, same_size: bool) -> PlannedSample | None:
-        """Return sample `i` in place of `planned`, in its language if possible, or None if it does not fit there."""
+    def read_meta(self, i: int) -> bytes:
+        """Return the .json or .txt member of sample `i`.  Raises: ValueError if it is damaged; LostShardError."""
         record = self.index[i]
-        height, width = fitted_size(record.height, record.width, MULTIPLE, self.max_pixels)
-        if same_size and (height, width) != (planned.height, planned.width):
-            return None
-        image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
-        room = planned.num_tokens - image_tokens
-        for language in sorted(record.caption_tokens, key=lambda language: (language != planned.language, language)):
-            for wording, tokens in enumerate(record.caption_tokens[language]):
-                text_tokens = planned.num_text_tokens if planned.drop_caption else tokens
-                if text_tokens <= room:
-                    return replace(
-                        planned, index=i, language=language, wording=wording, height=height, width=width,
-                        num_image_tokens=image_tokens, num_text_tokens=text_tokens,
-                    )  # fmt: skip
-        return None
+        [data] = self.shards.read(record.shard, [(record.meta_offset, record.meta_size, record.meta_crc32)])
+        return data
 
     def read_captions(self, i: int) -> dict[str, list[str]]:
-        """Return {language: wordings} of sample `i`.  Raises: ValueError if its bytes are damaged."""
+        """Return {language: wordings} of sample `i`.  Raises: ValueError if its bytes are damaged; LostShardError."""
+        return self._parse(i, None)
+
+    def read_pixels(self, i: int) -> Tensor:
+        """Return the picture of sample `i` at its training size, uint8 (3, H, W).
+
+        Raises: ValueError if its bytes are damaged or no picture; LostShardError.
+        """
+        return self._decode(i, None)
+
+    def _fetch(self, i: int, wants_picture: bool) -> "_Members":
+        """Read what is wanted of sample `i` and not in memory: the picture and the caption lie side by side."""
+        with self._lock:
+            knows_captions = i in self._captions
+        record = self.index[i]
+        members = [] if knows_captions else [(record.meta_offset, record.meta_size, record.meta_crc32)]
+        if wants_picture:
+            members.append((record.image_offset, record.image_size, record.image_crc32))
+        contents = self.shards.read(record.shard, members) if members else []
+        return _Members(None if knows_captions else contents[0], contents[-1] if wants_picture else None)
+
+    def _parse(self, i: int, data: bytes | None) -> dict[str, list[str]]:
         with self._lock:
             if i in self._captions:
                 self._captions.move_to_end(i)
                 return self._captions[i][0]
-        record = self.index[i]
-        data = self._bytes(record, record.meta_offset, record.meta_size, record.meta_crc32)
-        captions, _ = parse_captions(record.meta_extension, data)
+        if data is None:
+            data = self.read_meta(i)
+        captions, _ = parse_captions(self.index[i].meta_extension, data)
         with self._lock:
             if i not in self._captions:
                 self._captions[i] = captions, len(data)
@@ -151,46 +182,48 @@ class Reader:
                 self._caption_bytes -= self._captions.popitem(last=False)[1][1]
         return captions
 
-    def read_pixels(self, i: int) -> Tensor:
-        """Return the picture of sample `i` at its training size, uint8 (3, H, W).
-
-        Raises: ValueError if its bytes are damaged or no picture.
-        """
+    def _decode(self, i: int, data: bytes | None) -> Tensor:
         record = self.index[i]
-        image = decode_image(self._bytes(record, record.image_offset, record.image_size, record.image_crc32))
+        if record.encoded_sizes:
+            raise ValueError("it is encoded: its shard holds latents and text states, not the picture")
+        if data is None:
+            [data] = self.shards.read(record.shard, [(record.image_offset, record.image_size, record.image_crc32)])
+        image = decode_image(data)
         if (image.height, image.width) != (record.height, record.width):
             raise ValueError(
                 f"it decodes to {image.height} x {image.width} pixels, the index says {record.height} x {record.width}"
             )
-        fitted = fit(image, fitted_size(record.height, record.width, MULTIPLE, self.max_pixels))
+        fitted = fit(image, record.trained_size(self.max_pixels))
         return torch.from_numpy(np.array(fitted)).permute(2, 0, 1).contiguous()
-
-    def _bytes(self, record: SampleRecord, offset: int, size: int, crc32: int) -> bytes:
-        data = self._shard(record.shard).read(offset, size)
-        if len(data) != size or zlib.crc32(data) != crc32:
-            raise ValueError(f"its bytes in {self.index.shards[record.shard]} changed since they were indexed")
-        return data
-
-    def _shard(self, number: int) -> _Shard:
-        with self._lock:
-            if number not in self._shards:
-                self._shards[number] = _Shard(self.index.shards[number])
-                if len(self._shards) > _MAX_OPEN_SHARDS:
-                    self._shards.popitem(last=False)
-            self._shards.move_to_end(number)
-            return self._shards[number]
 
     def close(self) -> None:
         """Close every shard."""
-        with self._lock:
-            self._shards.clear()
+        self.shards.close()
+
+
+def _encoded(planned: PlannedSample, data: bytes) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the latents and text states of an encoded sample."""
+    member = EncodedMember(data)
+    states = member.empty_states() if planned.drop_caption else member.states(planned.language, planned.wording)
+    return member.latents((planned.height, planned.width)), states
+
+
+@dataclass(frozen=True)
+class _Members:
+    """A sample's bytes; None for what is not wanted or was in memory."""
+
+    meta: bytes | None = None
+    image: bytes | None = None
 
 
 class Loader:
     """The micro-batches of one data rank, step after step, read ahead by threads.
 
-    num_workers: reader threads; 0 reads when asked.  prefetch_steps: how many steps may lie in memory ahead.  Neither
-    changes what comes out.  needs_pixels(key): whether a picture must be read, or its latents are already known.
+    num_workers: threads that decode; 0 reads when asked.  prefetch_steps: how many steps may lie in memory ahead.
+    Neither changes what comes out.  Bytes of remote shards are fetched by threads of their own, _NUM_REQUESTS at once.
+    needs_pixels(key): whether a picture must be read, or its latents are already known.
+    gather: given a list, returns those of all ranks that work on the same samples (a collective); without it there is
+    one such rank.
     """
 
     def __init__(
@@ -201,6 +234,7 @@ class Loader:
         num_workers: int = 2,
         prefetch_steps: int = 2,
         needs_pixels: Callable[[str], bool] = lambda key: True,
+        gather: Callable[[list], list[list]] | None = None,
     ):
         if num_workers < 0 or prefetch_steps < 1:
             raise ValueError(
@@ -208,9 +242,11 @@ class Loader:
                 f"got {prefetch_steps}"
             )
         self.reader, self.plan = reader, plan
-        self._needs_pixels = needs_pixels
+        self._needs_pixels, self._gather = needs_pixels, gather
         self._num_workers = num_workers
         self._pool = ThreadPoolExecutor(num_workers, "reader") if num_workers else None
+        fetches = num_workers and reader.shards.any_remote
+        self._requests = ThreadPoolExecutor(_NUM_REQUESTS, "fetch") if fetches else None
         self._ahead: deque[list[list[Future]]] = deque()
         self._prefetch_steps = prefetch_steps
         self._to_submit = start_step
@@ -220,25 +256,59 @@ class Loader:
         if self._pool is None:
             planned = self.plan.micro_batches(self._to_submit)
             self._to_submit += 1
-            return [self._read_all(micro) for micro in planned]
+            return [self._alike([(p, self.reader.read(p, self._needs_pixels)) for p in micro]) for micro in planned]
         while len(self._ahead) <= self._prefetch_steps:
             self._ahead.append(self._submit(self.plan.micro_batches(self._to_submit)))
             self._to_submit += 1
-        return [[sample for task in micro for sample in task.result()] for micro in self._ahead.popleft()]
+        return [self._alike([pair for task in micro for pair in task.result()]) for micro in self._ahead.popleft()]
+
+    def seek(self, step: int) -> None:
+        """Go on with `step`; what was read ahead is dropped, for a plan that changes from there on."""
+        for task in (task for micro_batches in self._ahead for micro in micro_batches for task in micro):
+            task.cancel()
+        self._ahead.clear()
+        self._to_submit = step
 
     def _submit(self, micro_batches: list[list[PlannedSample]]) -> list[list[Future]]:
         num_samples = sum(map(len, micro_batches))
         size = max(1, min(_MAX_TASK_SAMPLES, num_samples // self._num_workers))
-        return [
-            [self._pool.submit(self._read_all, micro[i : i + size]) for i in range(0, len(micro), size)]
-            for micro in micro_batches
-        ]
+        return [[self._submit_task(micro[i : i + size]) for i in range(0, len(micro), size)] for micro in micro_batches]
 
-    def _read_all(self, planned: list[PlannedSample]) -> list[Sample]:
-        return [self.reader.read(sample, self._needs_pixels) for sample in planned]
+    def _submit_task(self, planned: list[PlannedSample]) -> Future:
+        fetched: list[Future | None] = [None] * len(planned)
+        if self._requests is not None:
+            fetched = [self._requests.submit(self.reader.fetch, p, self._needs_pixels) for p in planned]
+        return self._pool.submit(self._read_all, planned, fetched)
+
+    def _read_all(self, planned: list[PlannedSample], fetched: list) -> list[tuple[PlannedSample, Sample]]:
+        return [(p, self.reader.read(p, self._needs_pixels, ahead)) for p, ahead in zip(planned, fetched, strict=True)]
+
+    def _alike(self, pairs: Sequence[tuple[PlannedSample, Sample]]) -> list[Sample]:
+        """Return a micro-batch's samples, the same ones on all ranks that work on it.
+
+        All look for replacements in one order: of two different picks, the rank with the later one has passed over the
+        earlier one, which is then bad for all.
+        """
+        planned, samples = [p for p, _ in pairs], [sample for _, sample in pairs]
+        while self._gather is not None:
+            places = [self._place(p, sample) for p, sample in zip(planned, samples, strict=True)]
+            picks = [sorted(set(of_all)) for of_all in zip(*self._gather(places), strict=True)]
+            if not (unlike := [i for i, distinct in enumerate(picks) if len(distinct) > 1]):
+                break
+            for i in unlike:
+                self.reader.note_bad(picks[i][0][-1], "a rank that works on the same samples cannot read it")
+            for i in unlike:
+                samples[i] = self.reader.read(planned[i], self._needs_pixels)
+        return samples
+
+    def _place(self, planned: PlannedSample, sample: Sample) -> tuple[bool, int, str]:
+        """Return what puts the candidates for a sample in the order in which they are tried, and the sample's key."""
+        has_other_size = (sample.plan.height, sample.plan.width) != (planned.height, planned.width)
+        return has_other_size, (sample.plan.index - planned.index) % len(self.reader.index), sample.key
 
     def close(self) -> None:
         """Stop the threads and close the shards."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._requests, self._pool):
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
         self.reader.close()

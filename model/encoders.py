@@ -6,12 +6,14 @@ exists that anything could attend to.
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from model.encoder_identity import folder_identity
 from model.text_encoder import TextEncoder
 from model.vae import ImageVAE
 
@@ -59,6 +61,7 @@ class Encoders:
         latents_cache_gib: float = 1.0,
         text_cache_gib: float = 0.5,
     ):
+        self.folder = Path(model)
         self.vae = ImageVAE.from_folder(Path(model) / "vae", device, dtype)
         self.text = TextEncoder.from_folder(model, device, dtype)
         self.device, self.dtype = device, dtype
@@ -69,21 +72,39 @@ class Encoders:
         """Return whether `moments` would ask for this picture's pixels.  Safe from any thread."""
         return key not in self.latents_cache
 
+    @cached_property
+    def identity(self) -> str:
+        """What must have made encoded samples: hashes of the VAE, of the text encoder, of tokenizer and template."""
+        vae, text = (folder_identity(self.folder / name) for name in ("vae", "text_encoder"))
+        return f"vae {vae}, text encoder {text}, tokenizer and template {self.text.tokenizer_id}"
+
     @torch.no_grad()
-    def moments(self, key: str, pixels: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def moments(
+        self, key: str, pixels: Callable[[], Tensor], encoded: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return a picture's normalised posterior mean and standard deviation, each (C, h, w) float32.
 
-        key: names the picture; pixels: gives it as uint8 (3, H, W), called only if the latents are not in memory.
+        key: names the picture; pixels: gives it as uint8 (3, H, W), called only if the latents are not in memory;
+        encoded: the two, if a shard had them.
         """
+        if encoded is not None:
+            return tuple(moment.to(self.device, torch.float32) for moment in encoded)
         if (entry := self.latents_cache.get(key)) is None:
-            image = pixels().to(self.device, self.dtype).div(127.5).sub(1)
-            entry = tuple(moment[0].float() for moment in self.vae.encode_moments(image[None]))
+            entry = self.encode_picture(pixels())
             self.latents_cache.put(key, entry)
         return entry
 
     @torch.no_grad()
-    def prompt(self, caption: str) -> Tensor:
-        """Return a caption's text states (T, joint_attention_dim)."""
+    def encode_picture(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised posterior of a picture, uint8 (3, H, W): mean and std, each (C, h, w) float32."""
+        image = pixels.to(self.device, self.dtype).div(127.5).sub(1)
+        return tuple(moment[0].float() for moment in self.vae.encode_moments(image[None]))
+
+    @torch.no_grad()
+    def prompt(self, caption: str, encoded: Tensor | None = None) -> Tensor:
+        """Return a caption's text states (T, joint_attention_dim); encoded: those that a shard had."""
+        if encoded is not None:
+            return encoded.to(self.device, self.dtype)
         if (entry := self.text_cache.get(caption)) is None:
             entry = (self.text.encode(caption),)
             self.text_cache.put(caption, entry)

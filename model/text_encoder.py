@@ -95,6 +95,15 @@ class TextEncoder(nn.Module):
         encoder = cls(tokenizer, language_model, _tokenizer_id(folders[0]))
         return encoder.to(device).eval().requires_grad_(False)
 
+    @classmethod
+    def tokenizer_only(cls, model_folder: str | Path) -> "TextEncoder":
+        """Load `tokenizer/` alone, to count tokens where nothing is encoded.  Raises: ValueError if it is missing."""
+        folder = Path(model_folder) / "tokenizer"
+        if not folder.is_dir():
+            raise ValueError(f"no tokenizer/ in {model_folder}; give a folder in the released layout")
+        with _quiet_transformers():
+            return cls(_load_tokenizer(folder), nn.Identity(), _tokenizer_id(folder))
+
     def _tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -115,7 +124,8 @@ class TextEncoder(nn.Module):
         tokens, limit = self._tokens(caption), self.num_prefix_tokens + MAX_TOKENS
         if len(tokens) > limit:
             self.num_truncated += 1
-            log.warning("caption cut to %d tokens (%d so far): %.60s…", MAX_TOKENS, self.num_truncated, caption)
+            if self.num_truncated.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: a collection may have millions
+                log.warning("caption cut to %d tokens (%d so far): %.60s…", MAX_TOKENS, self.num_truncated, caption)
         ids = torch.tensor([tokens[:limit]], device=next(self.language_model.parameters()).device)
         # The states after the final norm, as the pipeline's hidden_states[-1]; the output layer is never run.
         states = self.language_model(input_ids=ids, use_cache=False).last_hidden_state

@@ -1,6 +1,7 @@
 """Fully sharded data parallelism (FSDP2): each rank keeps a slice of every parameter, gradient and optimizer state."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -65,6 +66,30 @@ def _prefetch(
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Return the FSDP units of a model."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def shard_frozen(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a module that is not trained over all ranks of its mesh axis, as one unit; `gathered` makes it usable.
+
+    mesh: one axis.  Each rank keeps a slice in place of its copy, which has to be there, the same on every rank.
+    """
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Hold a module whole: of one that `shard_frozen` cut, its slices are gathered before and freed after.
+
+    A collective: every rank enters equally often, and may then run the module as often as it likes.
+    """
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """The device mesh: which ranks hold copies, which hold shards, which work on one sample together."""
 
 import math
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,3 +47,18 @@ def data_parallel(mesh: DeviceMesh) -> tuple[int, int]:
     """Return (data rank, number of data ranks): ranks with the same data rank work on the same samples."""
     replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
     return replicate.get_local_rank() * shard.size() + shard.get_local_rank(), replicate.size() * shard.size()
+
+
+def peers(mesh: DeviceMesh) -> Callable[[object], list] | None:
+    """Return a collective that gives what each rank with the same data rank has, in one order; None if there is one."""
+    axes = [axis for axis in ("cp", "tp") if mesh[axis].size() > 1]
+
+    def gather(value: object) -> list:
+        values = [value]
+        for axis in axes:
+            lists: list = [None] * mesh[axis].size()
+            dist.all_gather_object(lists, values, group=mesh[axis].get_group())
+            values = [value for part in lists for value in part]
+        return values
+
+    return gather if axes else None

@@ -2,12 +2,16 @@
 
 import io
 import json
+import os
 import tarfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
+import data.index
+from data.column_file import map_columns
 from data.index import build_index
 from tests.shards import picture_bytes, simple_samples, write_shard
 
@@ -56,15 +60,99 @@ def test_cache_is_used_verified_and_keyed(tmp_path):
     assert index_of(tmp_path, shard, count=count).fingerprint == first.fingerprint and len(calls) == num_calls
     index_of(tmp_path, shard, count=count, tokenizer="other")
     assert len(calls) == 2 * num_calls
-    (ours, other) = (tmp_path / "cache" / "index").iterdir()
-    whole = ours.read_bytes(), other.read_bytes()
-    for damage in (lambda b: b[:-1], lambda b: b"", lambda b: b[: len(b) // 2] + b"?" + b[len(b) // 2 + 1 :]):
-        for file, content in zip((ours, other), whole, strict=True):
+    records = [first[i] for i in range(4)]
+    assert [first[i] for i in range(4)] == records and len(calls) == 2 * num_calls
+    files = {file: file.read_bytes() for file in (tmp_path / "cache" / "index").iterdir()}
+    assert sorted(file.suffix for file in files) == [".part", ".part", ".summary", ".summary"]
+    # Damage at every place: of the summary alone, of parts alone, of all; what needs no part looks at none.
+    whole = dict(files)
+    length = max(map(len, whole.values()))
+    for place in [*range(0, length, 7), length - 1]:
+        for suffixes in ((".summary",), (".part",), (".summary", ".part")):
+            for file, content in whole.items():
+                flipped = content[:place] + bytes([content[min(place, len(content) - 1)] ^ 1]) + content[place + 1 :]
+                file.write_bytes(flipped[: len(content)] if file.suffix in suffixes else content)
+            index = index_of(tmp_path, shard, count=count)
+            assert index.fingerprint == first.fingerprint and len(index) == 4
+            assert [index[i] for i in range(4)] == records
+    for damage in (lambda b: b[:-1], lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b + b"?"):
+        for file, content in whole.items():
             file.write_bytes(damage(content))
         calls.clear()
-        assert index_of(tmp_path, shard, count=count).fingerprint == first.fingerprint and len(calls) == num_calls
+        index = index_of(tmp_path, shard, count=count)
+        assert [index[i] for i in range(4)] == records and len(calls) == num_calls
     write_shard(shard, simple_samples(5))
     assert index_of(tmp_path, shard).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    "samples, message",
+    [
+        (simple_samples(5), "a.tar has .* bytes here, .* where it was looked up first"),
+        (simple_samples(4, prefix="b"), "a.tar is not what it was when this run began"),
+    ],
+    ids=["another size", "the same size"],
+)
+def test_a_shard_that_changes_under_a_run_is_an_error(tmp_path, samples, message):
+    shard = write_shard(tmp_path / "a.tar", simple_samples(4))
+    index = index_of(tmp_path, shard)
+    part = next((tmp_path / "cache" / "index").glob("*.part"))
+    part.unlink()
+    write_shard(shard, samples)
+    with pytest.raises(ValueError, match=message):
+        index[0]
+
+
+def test_the_index_stays_small_in_memory_and_reads_only_the_parts_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.index._MAX_OPEN_PARTS", 2)
+    shards = [write_shard(tmp_path / f"{n}.tar", simple_samples(3, f"{n}-")) for n in range(6)]
+    index_of(tmp_path, *shards)
+    opened = []
+    monkeypatch.setattr(
+        "data.index_part.IndexPart.open",
+        classmethod(lambda cls, path, verify: opened.append(verify) or cls(map_columns(path, verify))),
+    )
+    index = index_of(tmp_path, *shards)
+    assert len(index) == 18 and index.fingerprint and not index.rejects and not opened
+    descriptors = len(os.listdir("/dev/fd"))
+    for _ in range(2):
+        assert [index.key(i) for i in range(18)] == [f"{n}.tar/{n}-{i:03d}" for n in range(6) for i in range(3)]
+    assert opened == [True] * 6 + [False] * 6  # a checksum is compared once
+    assert len(os.listdir("/dev/fd")) <= descriptors + 2
+    assert index.spread(4, max_shards=2) == [0, 1, 2, 9] and index.spread(100) == list(range(18))
+
+
+def test_samples_are_found_by_kind(tmp_path):
+    samples = simple_samples(6) + [{"key": "only", "captions": {"en": "x"}, "category": "b"}]
+    shards = [write_shard(tmp_path / "a.tar", samples), write_shard(tmp_path / "b.tar", simple_samples(1, "t"))]
+    index = index_of(tmp_path, *shards)
+    both = ("en", "zh")
+    assert index.summary.kinds == [("a", both), ("b", ("en",)), ("b", both)]
+    for kinds in ([("b", both)], [("b", ("en",)), ("a", both)], [("c", both)]):
+        expected = [i for i in range(len(index)) if (index[i].group, tuple(sorted(index[i].caption_tokens))) in kinds]
+        counts = index.summary.count(kinds).tolist()
+        found = [index.of_kinds(s, frozenset(kinds), place) for s in range(2) for place in range(counts[s])]
+        assert found == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_ranks_share_the_work_and_agree(tmp_path, num_ranks, monkeypatch):
+    shards = [str(write_shard(tmp_path / f"{n}.tar", simple_samples(2, f"{n}-"))) for n in range(6)]
+    alone = build_index(shards, words, "t", tmp_path / "alone")
+    ranks = range(num_ranks)
+    begun, together, index_shard = [], Barrier(num_ranks), data.index._index_shard
+
+    def slowly(shard, version, count_tokens):
+        if len(begun) < num_ranks:  # all ranks are at their first shard at a time
+            begun.append(shards.index(shard))
+            together.wait(timeout=20)
+        return index_shard(shard, version, count_tokens)
+
+    monkeypatch.setattr("data.index._index_shard", slowly)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        indices = list(pool.map(lambda rank: build_index(shards, words, "t", tmp_path / "c", rank, num_ranks), ranks))
+    assert {index.fingerprint for index in indices} == {alone.fingerprint}
+    assert sorted(begun) == [rank * 6 // num_ranks for rank in ranks]
 
 
 def test_a_shard_cut_anywhere_is_refused(tmp_path):
@@ -140,7 +228,10 @@ def test_several_at_once_and_a_folder_that_cannot_be(tmp_path):
     shard = write_shard(tmp_path / "a.tar", simple_samples(8))
     with ThreadPoolExecutor(8) as pool:
         prints = set(pool.map(lambda _: index_of(tmp_path, shard).fingerprint, range(16)))
-    assert len(prints) == 1 and [f.suffix for f in (tmp_path / "cache" / "index").iterdir()] == [".npz"]
+    assert len(prints) == 1 and sorted(f.suffix for f in (tmp_path / "cache" / "index").iterdir()) == [
+        ".part",
+        ".summary",
+    ]
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--cache_folder"):
         build_index([str(shard)], words, "t", tmp_path / "file")
@@ -163,7 +254,7 @@ def test_what_cannot_be_used_is_rejected_with_its_reason(tmp_path):
     assert [index[i].key for i in range(len(index))] == ["a.tar/fine", "a.tar/plain"]
     assert index[1].caption_tokens == {"zh": (6,)} and (index[1].height, index[1].width) == (16, 48)
     reasons = dict(index.rejects)
-    assert "needs a picture and" in reasons["a.tar/alone"]
+    assert "needs a picture or .safetensors, and" in reasons["a.tar/alone"]
     assert "not a readable picture" in reasons["a.tar/text"]
     assert "no caption" in reasons["a.tar/empty"]
     assert "json cannot be read" in reasons["a.tar/broken"]

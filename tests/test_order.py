@@ -1,5 +1,6 @@
 """The global order: every epoch a permutation, well mixed, different, and cheap anywhere."""
 
+import random
 from collections import Counter
 from itertools import permutations
 
@@ -71,6 +72,51 @@ def test_order_is_well_mixed():
     assert ((pairs - expected) ** 2 / expected).sum() < 239 + 5 * (2 * 239) ** 0.5
 
 
+WINDOWED = [([5, 0, 3, 7, 1, 4], 2), ([1, 1, 1], 1), ([100] * 37, 4), ([0, 0, 9, 0, 8], 1), ([3] * 16, 16)]
+
+
+@pytest.mark.parametrize("sizes, shuffle_shards", WINDOWED)
+def test_every_windowed_epoch_is_a_permutation_that_reads_few_shards_at_a_time(sizes, shuffle_shards):
+    order, shard_of = GlobalOrder(sizes, 1, 3, shuffle_shards), np.repeat(np.arange(len(sizes)), sizes)
+    with_samples = sum(size > 0 for size in sizes)
+    assert order.num_windows == -(-with_samples // shuffle_shards)
+    for epoch in range(4):
+        visits = order.permute(epoch, np.arange(order.num_samples, dtype=np.uint64)).astype(int)
+        assert sorted(visits.tolist()) == list(range(order.num_samples))
+        # A shard is read in one run of consecutive visits, together with no more others than a window has.
+        runs = [(int(at.min()), int(at.max())) for at in (np.flatnonzero(shard_of[visits] == s) for s in set(shard_of))]
+        open_at_once = max(sum(first <= at <= last for first, last in runs) for at in range(order.num_samples))
+        assert open_at_once <= shuffle_shards
+
+
+def test_windows_differ_between_epochs_and_are_mixed_within():
+    order = GlobalOrder([50] * 40, 1, 0, shuffle_shards=4)
+    places = np.arange(2000, dtype=np.uint64)
+    first, second = (order.permute(epoch, places).astype(int) // 50 for epoch in (0, 1))
+    windows = [{frozenset(part.tolist()) for part in np.split(epoch, 10)} for epoch in (first, second)]
+    assert all(len(window) == 4 for epoch in windows for window in epoch) and len(windows[0] & windows[1]) <= 1
+    for part in np.split(first, 10):  # as many changes of shard as if 200 visits were shuffled: 149 of 199, deviation 6
+        assert 120 < (part[1:] != part[:-1]).sum() < 178
+
+
+def test_a_shard_is_as_likely_in_any_window():
+    """Chi-square of (shard, window) over many epochs: 7 x 3 degrees."""
+    order, table, epochs = GlobalOrder([2] * 8, 1, 0, shuffle_shards=2), np.zeros((8, 4)), 400
+    for epoch in range(epochs):
+        visits = order.permute(epoch, np.arange(16, dtype=np.uint64)).astype(int)
+        table[visits // 2, np.arange(16) // 4] += 1  # once for both samples of the shard
+    expected = epochs / 4
+    assert ((table - expected) ** 2 / expected).sum() < 21 + 5 * (2 * 21) ** 0.5
+
+
+def test_any_position_alone_is_what_it_is_in_the_whole():
+    order = GlobalOrder([7, 3, 0, 9, 2, 6], 5, 1, shuffle_shards=2)
+    whole = order.visits(np.arange(200))
+    fresh = GlobalOrder([7, 3, 0, 9, 2, 6], 5, 1, shuffle_shards=2)
+    assert all(fresh.visits(np.array([n])) == [whole[n]] for n in random.Random(0).sample(range(200), 60))
+    assert [ref for step in range(40) for ref in order.batch(step)] == whole
+
+
 def test_far_positions_of_huge_sets_cost_no_memory():
     order = GlobalOrder(10**12, 4, seed=0)
     batch = order.batch(10**12)
@@ -84,3 +130,7 @@ def test_an_empty_set_is_refused():
         GlobalOrder(0, 4, 0)
     with pytest.raises(ValueError, match="global_batch_size"):
         GlobalOrder(4, 0, 0)
+    with pytest.raises(ValueError, match="no usable sample"):
+        GlobalOrder([0, 0], 4, 0)
+    with pytest.raises(ValueError, match="--shuffle_shards must be at least 1, got 0"):
+        GlobalOrder([4, 4], 4, 0, shuffle_shards=0)

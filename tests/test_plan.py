@@ -52,6 +52,24 @@ def test_shares_of_languages_wordings_and_dropout(index):
     assert english.count(0) / len(english) == pytest.approx(0.5, abs=0.05)
 
 
+def test_wordings_are_chosen_by_their_weights(tmp_path):
+    """Also those of an encoded shard come this way: the index has one column for both."""
+    weighted = [{"text": "one", "weight": 1}, {"text": "none", "weight": 0}, {"text": "three times", "weight": 3.0}]
+    captions = [{"en": weighted, "zh": "东西"}, {"en": ["a thing"]}] * 8
+    samples = [
+        {"key": f"{i:03d}", "height": 32, "width": 32, "captions": both, "category": ""}
+        for i, both in enumerate(captions)
+    ]
+    shard = write_shard(tmp_path / "a.tar", samples)
+    index = build_index([str(shard)], lambda text: len(text.split()) + 5, "t", tmp_path / "cache")
+    assert index[0].caption_tokens == {"en": (6, 7), "zh": (6,)}
+    assert index[0].caption_weights == {"en": (1.0, 3.0), "zh": (1.0,)} and index[1].caption_weights == {"en": (1.0,)}
+    seen = [p for step in range(200) for p in plan_of(index).global_batch(step) if p.index % 2 == 0]
+    english = [p.wording for p in seen if p.language == "en"]
+    assert english.count(1) / len(english) == pytest.approx(0.75, abs=0.04)
+    assert set(english) == {0, 1} and {p.wording for p in seen if p.language == "zh"} == {0}
+
+
 def test_a_sample_draws_afresh_each_epoch(index):
     plan = plan_of(index)
     draws = {}

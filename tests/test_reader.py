@@ -142,21 +142,27 @@ def test_the_budget_of_bad_samples(tmp_path):
     loader.close()
 
 
+def num_open(folder):
+    """Return how many files of a folder this process has open."""
+    return sum(os.path.realpath(f"/dev/fd/{n}").startswith(str(folder)) for n in os.listdir("/dev/fd"))
+
+
 def test_more_shards_than_stay_open(tmp_path, monkeypatch):
     """Threads read on while others open and close shards."""
-    monkeypatch.setattr("data.reader._MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr("data.shard_bytes._MAX_OPEN_SHARDS", 2)
     shards = [write_shard(tmp_path / f"{n}.tar", simple_samples(4)) for n in range(8)]
     index = build_index([str(s) for s in shards], lambda text: 3, "t", tmp_path / "cache")
-    reader, open_before = Reader(index), len(os.listdir("/dev/fd"))
+    heights = [index[i].height for i in range(len(index))]  # opens the index's own files
+    reader, open_before = Reader(index), num_open(tmp_path)
     order = [i % 32 for i in range(0, 32 * 11 * 4, 11)]
     with ThreadPoolExecutor(4) as pool:
         pixels = list(pool.map(reader.read_pixels, order))
     for i, picture in zip(order, pixels, strict=True):
-        expected = decode_image(picture_bytes(index[i].height, index[i].width, seed=i % 4))
+        expected = decode_image(picture_bytes(heights[i], index[i].width, seed=i % 4))
         assert np.array_equal(picture.permute(1, 2, 0), expected)
-    assert len(os.listdir("/dev/fd")) == open_before + 2
+    assert num_open(tmp_path) == open_before + 2
     reader.close()
-    assert len(os.listdir("/dev/fd")) == open_before
+    assert num_open(tmp_path) == open_before
 
 
 def test_captions_are_kept_within_bounds(tmp_path, monkeypatch):
@@ -195,7 +201,7 @@ def test_a_shard_cut_after_indexing_is_a_bad_sample_not_a_hang(tmp_path):
     gone = Reader(index)
     with pytest.raises(BadDataError):
         gone.read(every_language(index, 8)[0])
-    assert list(gone.bad_samples) == ["a.tar/s008", "a.tar/s000", "a.tar/s004"]  # each of its size, once
+    assert list(gone.bad_samples) == ["a.tar/s008"]  # what else is in a lost shard is passed over without a look
 
 
 def test_bad_settings_are_refused(tmp_path):

@@ -10,6 +10,9 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from model.templates import EDIT_PREFIX, MAX_TOKENS, SUFFIX, TEXT_TO_IMAGE_PREFIX
 from model.text_encoder import TextEncoder
+from parallel.fsdp import gathered, shard_frozen
+from parallel.mesh import build_mesh
+from tests.spawn import run_ranks
 
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
 PROMPTS = [
@@ -88,3 +91,26 @@ def test_both_languages_mean_the_same(encoder):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ValueError, match="tokenizer/"):
         TextEncoder.from_folder(tmp_path, torch.device("cpu"))
+
+
+def encode_on_ranks(rank: int, world_size: int) -> tuple[list[torch.Tensor], int, int]:
+    """Encode, on each rank another number of captions; return the states and how many numbers the rank kept."""
+    encoder = TextEncoder.from_folder(TINY, torch.device("cpu"))
+    whole = sum(p.numel() for p in encoder.language_model.parameters())
+    shard_frozen(encoder.language_model, build_mesh("cpu")["dp_shard"])
+    mine, states = [PROMPTS[: 3 + rank], PROMPTS[5:], []], []
+    for prompts in mine[rank:] + mine[:rank]:  # in one of the turns a rank has nothing to encode
+        with gathered(encoder.language_model):
+            states += [encoder.encode(prompt) for prompt in prompts]
+    kept = sum(p.to_local().numel() for p in encoder.language_model.parameters())
+    return states, kept, whole
+
+
+def test_a_sharded_encoder_gives_the_same_states_however_many_each_rank_needs(encoder):
+    for rank, (states, kept, whole) in enumerate(run_ranks(encode_on_ranks, 2)):
+        turns = [PROMPTS[: 3 + rank], PROMPTS[5:], []]
+        prompts = [prompt for turn in turns[rank:] + turns[:rank] for prompt in turn]
+        assert len(states) == len(prompts) and all(
+            torch.equal(ours, encoder.encode(prompt)) for ours, prompt in zip(states, prompts, strict=True)
+        )
+        assert kept < 0.51 * whole

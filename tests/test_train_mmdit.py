@@ -135,6 +135,35 @@ def test_switches_through_the_command_line(cache, tmp_path):
     assert any(name.endswith("momentum_buffer") for name in state(muon, 2))
 
 
+def test_a_mixture_with_moving_shares_resumes_on_other_ranks(cache, tmp_path):
+    mixture = tmp_path / "mixture.toml"
+    mixture.write_text("""
+        [sources]
+        emoji = "emoji-small"
+        [[groups]]
+        language = "zh"
+        category = "scenes"
+        share = 0.3
+        [[groups]]
+        language = "zh"
+        share = [[0, 0.3], [6, 0.5]]
+        [[groups]]
+        language = "en"
+        share = 0.4
+    """)
+    flags = ["--data", str(mixture), "--save_every", "3", "--eval_every", "2", "--reweight", "2"]
+    train(cache, tmp_path / "whole", *flags, "--num_steps", "6")
+    train(cache, tmp_path / "parts", *flags, "--num_steps", "3")
+    train(cache, tmp_path / "parts", *flags, "--num_steps", "6", ranks=2)
+    assert samples_seen(tmp_path / "parts") == samples_seen(tmp_path / "whole")
+    last = [m for m in metrics(tmp_path / "parts") if "loss" in m][-1]
+    names = ("zh-scenes", "zh", "en")
+    assert sum(last[f"samples_{name}"] for name in names) == 48 and last["loss_en"] > 0
+    assert "shares zh-scenes" in (tmp_path / "whole" / "train.log").read_text()
+    printed = train(cache, tmp_path / "whole", *flags, "--eval_every", "3", "--num_steps", "8", expect=2)
+    assert "--eval_every: 2 there, 3 here" in printed
+
+
 def test_own_shards_in_any_number(cache, tmp_path):
     """One shard on two ranks, fewer samples than a batch, and a bad sample: replaced, named, and within its budget."""
     shard = write_shard(tmp_path / "mine.tar", simple_samples(6))

@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from data.captions import LANGUAGE_ROWS, language_of, language_row
 from data.index import build_index
+from data.mixture import load_mixture
 from data.reader import Reader
-from data.shards import expand_shards
-from tools.sample import draw_pictures, language_of, load_model, sampler_settings
+from tools.sample import draw_pictures, load_model, sampler_settings
 from utils.config import parse, run_main
 from utils.picture_grid import labelled_grid
 from utils.random_streams import stream_seed, torch_generator
@@ -50,7 +51,7 @@ def main(cfg: Config) -> None:
     network, encoders, source = load_model(cfg.run, "", cfg.step, cfg.weights, device, torch.float32)
     trained = json.loads((Path(cfg.run) / "config.json").read_text())
     cache = Path(trained["cache_folder"])
-    shards = expand_shards(trained["data"], "train", cache)
+    shards = list(load_mixture(trained["data"]).shards("train", cache))
     index = build_index(shards, encoders.text.count_tokens, encoders.text.tokenizer_id, cache)
     reader = Reader(index)
 
@@ -67,7 +68,7 @@ def main(cfg: Config) -> None:
 
     shape = (encoders.vae.num_channels, cfg.height // encoders.vae.scale_factor, cfg.width // encoders.vae.scale_factor)
     noise = [torch.randn(shape, generator=torch_generator(cfg.seed, 0, i, "evaluate")) for i in range(len(prompts))]
-    languages = [language_of(prompt) for prompt in prompts]
+    languages = [language_row(language_of(prompt)) for prompt in prompts]
     pictures = draw_pictures(
         network, encoders, prompts, noise, sampler_settings(Path(trained["model"]), cfg.num_steps, cfg.cfg_scale),
         languages=languages if network.config.num_languages else None,
@@ -88,7 +89,7 @@ def main(cfg: Config) -> None:
         ranks = ranks_of_truth(embed(drawn), embed(candidates), torch.tensor(truth))
         by_language = defaultdict(list)
         for language, rank in zip(languages, ranks.tolist(), strict=True):
-            by_language[("zh", "en", "other")[language]].append(rank)
+            by_language[LANGUAGE_ROWS[language]].append(rank)
         for language, found in sorted(by_language.items()):
             report[f"{space}_top1_{language}"] = sum(rank < 1 for rank in found) / len(found)
             report[f"{space}_top5_{language}"] = sum(rank < 5 for rank in found) / len(found)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from data.captions import LANGUAGE_ROWS
 from model.mmdit import MMDiT, MMDiTConfig
 from parallel.checkpoint import StoredTensors
 from parallel.safetensors_writer import TensorSpec
 
-LANGUAGES = ("zh", "en", "other")  # the rows of the language embedding
 PREFIXES = {"ema": "ema.", "raw": "model."}  # of the tensors' names in a checkpoint
 _LANGUAGE_EMBED = "language_embed.weight"
 _TIME_BIAS = "time_text_embed.timestep_embedder.linear_2.bias"  # the language embedding is added right after it
@@ -69,10 +69,10 @@ class ExportedWeights:
             return None
         rows = self._stored.read(self._prefix + _LANGUAGE_EMBED)
         if language:
-            return rows[LANGUAGES.index(language)]
+            return rows[LANGUAGE_ROWS.index(language)]
         if rows.any():
             raise ValueError(
                 "the run trained a language embedding, which no other program knows; name with --language "
-                f"({', '.join(LANGUAGES)}) the one to build into the weights, which is exact for prompts in it"
+                f"({', '.join(LANGUAGE_ROWS)}) the one to build into the weights, which is exact for prompts in it"
             )
         return None

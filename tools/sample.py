@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data.captions import language_of, language_row
 from model.encoders import Encoders
 from model.latents import PATCH
 from model.mmdit import MMDiT, MMDiTConfig
@@ -193,7 +194,7 @@ def main(cfg: Config) -> None:
     ]
     texts = [text for text, _, _ in sized]
     settings = sampler_settings(find_model(cfg.run, cfg.model)[0], cfg.num_steps, cfg.cfg_scale)
-    languages = [language_of(text) for text in texts] if network.config.num_languages else None
+    languages = [language_row(language_of(text)) for text in texts] if network.config.num_languages else None
     pictures = draw_pictures(
         network, encoders, texts, noise, settings, cfg.negative_prompt, cfg.max_tokens_per_pack, languages
     )
@@ -204,13 +205,6 @@ def main(cfg: Config) -> None:
     scale = max(1, 128 // max(p.shape[0] for p in pictures))
     Image.fromarray(labelled_grid(pictures, texts, min(8, len(pictures)), scale)).save(output / "grid.png")
     print(f"{len(pictures)} pictures and grid.png in {output}/")
-
-
-def language_of(text: str) -> int:
-    """Return the language embedding's row for a prompt: 0 zh if it has Han characters, 1 en if Latin, else 2."""
-    if any("\u4e00" <= c <= "\u9fff" for c in text):
-        return 0
-    return 1 if any(c.isascii() and c.isalpha() for c in text) else 2
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from data.captions import language_of, language_row
 from data.pack import deal
 from model.encoders import Encoders
 from model.latents import PATCH
 from model.sampling import SamplerSettings, generate
 from parallel.distributed import is_main
-from tools.sample import language_of
+from parallel.fsdp import gathered
 from utils.picture_grid import labelled_grid
 from utils.random_streams import torch_generator
 
@@ -37,9 +38,10 @@ def sample_grid(
     """
     latent_size = [side // encoders.vae.scale_factor for side in size]
     shape = (encoders.vae.num_channels, *latent_size)
-    states, negative = [encoders.prompt(p) for p in prompts], encoders.prompt(" ")
+    with gathered(encoders.text.language_model):
+        states, negative = [encoders.prompt(p) for p in prompts], encoders.prompt(" ")
     tokens = [2 * math.prod(latent_size) // PATCH**2 + len(s) + len(negative) for s in states]
-    languages = [language_of(p) for p in prompts] if model.config.num_languages else None
+    languages = [language_row(language_of(p)) for p in prompts] if model.config.num_languages else None
     mine = {}
     for micro in deal(tokens, num_data_ranks, max(max_tokens, *tokens))[data_rank]:
         chosen = micro or [0]  # a rank without work still takes part in every gather
@@ -49,9 +51,9 @@ def sample_grid(
             languages and [languages[i] for i in chosen],
         )  # fmt: skip
         mine |= {i: encoders.picture(x) for i, x in zip(micro, latents, strict=False)}
-    gathered = [{}] * dist.get_world_size() if is_main() else None
-    dist.gather_object(mine, gathered)
-    if gathered is None:
+    parts = [{}] * dist.get_world_size() if is_main() else None
+    dist.gather_object(mine, parts)
+    if parts is None:
         return None
-    pictures = {i: picture for part in gathered for i, picture in part.items()}
+    pictures = {i: picture for part in parts for i, picture in part.items()}
     return labelled_grid([pictures[i] for i in range(len(prompts))], prompts, columns=8)

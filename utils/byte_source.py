@@ -31,6 +31,7 @@ class Patience:
     total_s: float = 300.0  # no further attempt after so long
 
 
+_NO_LENGTH = "Content-Length Header missing"  # in the message for an answer without one, as a proxy in trouble gives it
 DEFAULT_PATIENCE = Patience()
 
 
@@ -69,6 +70,11 @@ class LocalFile:
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(self._file, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
+    def forget(self, offset: int, num_bytes: int) -> None:
+        """Have the kernel read a range from the disk again."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
@@ -99,42 +105,50 @@ class RemoteFile:
         if not len(buffer):
             return
         for attempt in range(self._patience.max_retries + 1):
-            options = {"range": (offset, offset + len(buffer))}
-            result = self._call(self._obstore.get, self._store, self._name, options=options)
-            if (now := _version(result.meta)) != (self.size, self.version):
-                raise SourceChangedError(
-                    f"{self.location} changed while it was read: it had {self.size} bytes and version {self.version}, "
-                    f"now {now[0]} and {now[1]}"
-                )
+            result = None
             try:
+                result = self._get((offset, offset + len(buffer)))
+                self._check(result.meta)
                 data = memoryview(self._call(result.bytes))
-                break
-            except OSError:
-                # Without an ETag obstore does not continue a body that was cut.
-                if result.meta["e_tag"] or attempt == self._patience.max_retries:
+                if len(data) == len(buffer):
+                    break
+                # Cut, and the server had not said how much it would send.
+                if attempt == self._patience.max_retries:
+                    raise OSError(f"{self.location} gave {len(data)} of {len(buffer)} bytes from byte {offset} on")
+            except OSError as error:
+                # obstore does not continue a body cut without an ETag, nor try again after one without a length.
+                is_ours = _NO_LENGTH in str(error) or (result is not None and not result.meta["e_tag"])
+                if not is_ours or isinstance(error, SourceChangedError) or attempt == self._patience.max_retries:
                     raise
-                time.sleep(min(self._patience.max_wait_s, self._patience.first_wait_s * 2**attempt) * random.random())
-        if len(data) != len(buffer):
-            raise OSError(f"{self.location} gave {len(data)} of {len(buffer)} bytes from byte {offset} on")
+            time.sleep(min(self._patience.max_wait_s, self._patience.first_wait_s * 2**attempt) * random.random())
         buffer[:] = data
 
     def expect(self, offset: int, num_bytes: int) -> None:
         """Nothing to do: nothing is kept between reads."""
 
+    def forget(self, offset: int, num_bytes: int) -> None:
+        """Nothing to do, likewise."""
+
     def close(self) -> None:
         """Nothing to do: connections are shared by the files of a folder."""
 
-    def _call(self, function, *args, **kwargs):
-        """Call into obstore and turn its exceptions into Python's."""
-        errors = self._obstore.exceptions
+    def _get(self, byte_range: tuple[int, int]):
         try:
-            return function(*args, **kwargs)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{self.location} does not exist") from None
-        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-            raise PermissionError(f"access to {self.location} was refused: {_first_line(error)}") from error
-        except errors.BaseError as error:
-            raise OSError(f"{self.location} could not be read: {_first_line(error)}") from error
+            return self._call(self._obstore.get, self._store, self._name, options={"range": byte_range})
+        except OSError as error:
+            if "range" in str(error).lower():  # refused, perhaps since the file is shorter now
+                self._check(self._call(self._obstore.head, self._store, self._name))
+            raise
+
+    def _check(self, meta: dict) -> None:
+        if (now := _version(meta)) != (self.size, self.version):
+            raise SourceChangedError(
+                f"{self.location} changed while it was read: it had {self.size} bytes and version {self.version}, "
+                f"now {now[0]} and {now[1]}"
+            )
+
+    def _call(self, function, *args, **kwargs):
+        return _in_python(self.location, function, *args, **kwargs)
 
 
 ByteSource = LocalFile | RemoteFile
@@ -158,6 +172,24 @@ def open_source(
     return source
 
 
+def folder_versions(folder: str, patience: Patience | None = None) -> dict[str, tuple[int, str]]:
+    """Return {name: (size, version)} of the objects that lie directly in an s3:// folder.
+
+    Raises: OSError if it cannot be listed.
+    """
+    listed = _in_python(folder, _list_folder, folder, patience or DEFAULT_PATIENCE)
+    return {meta["path"].rpartition("/")[2]: _version(meta) for meta in listed}
+
+
+def list_below(folder: str, patience: Patience | None = None) -> list[str]:
+    """Return the URLs of all objects below an s3:// folder, also of those in folders of it, in no particular order.
+
+    Raises: OSError if it cannot be listed.
+    """
+    listed = _in_python(folder, _list_below, folder, patience or DEFAULT_PATIENCE)
+    return [f"{folder}/{meta['path']}" for meta in listed]
+
+
 def is_remote(location: str | Path) -> bool:
     """Return whether a location is a URL rather than a local path.
 
@@ -167,6 +199,34 @@ def is_remote(location: str | Path) -> bool:
     if separator and scheme not in REMOTE_SCHEMES:
         raise ValueError(f"{location}: no reader for {scheme}://; use a local path or {', '.join(REMOTE_SCHEMES)}")
     return bool(separator)
+
+
+def _in_python(location: str, function, *args, **kwargs):
+    """Call into obstore and turn its exceptions into Python's."""
+    from obstore import exceptions as errors
+
+    try:
+        return function(*args, **kwargs)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{location} does not exist") from None
+    except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+        raise PermissionError(f"access to {location} was refused: {_first_line(error)}") from error
+    except errors.BaseError as error:
+        if "404 Not Found" in str(error):  # to the request that goes on with a body that was cut
+            raise FileNotFoundError(f"{location} does not exist") from None
+        raise OSError(f"{location} could not be read: {_first_line(error)}") from error
+
+
+def _list_folder(folder: str, patience: Patience) -> list[dict]:
+    import obstore
+
+    return obstore.list_with_delimiter(_store(folder, patience))["objects"]
+
+
+def _list_below(folder: str, patience: Patience) -> list[dict]:
+    import obstore
+
+    return [meta for chunk in obstore.list(_store(folder, patience)) for meta in chunk]
 
 
 def _version(meta: dict) -> tuple[int, str]:

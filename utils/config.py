@@ -26,7 +26,7 @@ MAY_CHANGE = frozenset({
     "prefetch_steps", "latents_cache_gib", "text_cache_gib", "timeout_s", "cache_folder", "run_folder",
     "dp_replicate", "dp_shard", "cp", "tp", "tp_sequence_parallel", "reshard_after_forward", "activation_checkpointing",
     "num_prefetch", "cpu_offload", "compile", "max_text_tokens_per_micro_batch", "max_bad_samples",
-    "max_tokens_per_micro_batch",
+    "max_tokens_per_micro_batch", "shard_cache_gib", "shard_text_encoder",
 })  # fmt: skip
 
 

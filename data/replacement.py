@@ -1,0 +1,58 @@
+"""What may take a bad sample's place: a function of the sample alone, so every rank puts the same one there."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from data.images import MULTIPLE
+from data.index import Index
+from data.plan import PlannedSample
+
+_MAX_LOOKED_AT = 20_000  # records, each way of looking: a second's work, however large the index is
+_JUMP = 32  # records that finding the end of a shard looks at
+
+
+def replacements(
+    index: Index, planned: PlannedSample, max_pixels: int, is_lost: Callable[[int], bool]
+) -> Iterator[PlannedSample]:
+    """Yield what may stand in for `planned`: the following samples of its size, then those with no more tokens.
+
+    is_lost: whether a shard cannot be reached; its samples are passed over without a look.
+    """
+    for same_size in (True, False):
+        distance, num_looked_at = 1, 0
+        while distance < len(index) and num_looked_at < _MAX_LOOKED_AT:
+            i = (planned.index + distance) % len(index)
+            if is_lost(index[i].shard):
+                distance += _end_of_shard(index, i) - i
+                num_looked_at += _JUMP
+                continue
+            if candidate := _in_place_of(index, planned, i, max_pixels, same_size):
+                yield candidate
+            distance += 1
+            num_looked_at += 1
+
+
+def _end_of_shard(index: Index, i: int) -> int:
+    return bisect_right(range(len(index)), index[i].shard, lo=i, key=lambda j: index[j].shard)
+
+
+def _in_place_of(
+    index: Index, planned: PlannedSample, i: int, max_pixels: int, same_size: bool
+) -> PlannedSample | None:
+    """Return sample `i` in place of `planned`, in its language if possible, or None if it does not fit there."""
+    record = index[i]
+    height, width = record.trained_size(max_pixels)
+    if same_size and (height, width) != (planned.height, planned.width):
+        return None
+    image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
+    room = planned.num_tokens - image_tokens
+    for language in sorted(record.caption_tokens, key=lambda language: (language != planned.language, language)):
+        for wording, tokens in enumerate(record.caption_tokens[language]):
+            text_tokens = planned.num_text_tokens if planned.drop_caption else tokens
+            if text_tokens <= room:
+                return replace(
+                    planned, index=i, language=language, wording=wording, height=height, width=width,
+                    num_image_tokens=image_tokens, num_text_tokens=text_tokens,
+                )  # fmt: skip
+    return None

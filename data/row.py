@@ -1,0 +1,119 @@
+"""One row of an input to tools.prepare: a picture or where it lies, its caption, and what else is known of it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from data.captions import decode_text, language_of
+
+# Tried in this order if no column is named.
+PICTURE_COLUMNS = ("image", "picture", "file_name", "filename", "image_path", "path", "image_url", "url", "jpg", "png")
+CAPTION_COLUMNS = ("captions", "caption", "text", "prompt")
+LABELLED_CAPTION_COLUMNS = {
+    f"{name}_{language}": language for language in ("zh", "en") for name in ("captions", "caption", "text", "prompt")
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a table has what; empty = by name.  Of a sample's .json the same, without picture and captions."""
+
+    picture: str = ""
+    captions: tuple[str, ...] = ()  # each COLUMN or LANGUAGE:COLUMN
+    category: str = "category"
+    source: str = "source"
+    license: str = "license"
+    keep: tuple[str, ...] = ()  # taken over under their own names
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as it was found; nothing of it is checked."""
+
+    origin: str  # file and place in it, for people
+    picture: bytes | str | None = None  # content, or a path or URL
+    caption: tuple[str, bytes] | None = None  # (extension, content) as `parse_captions` takes them
+    fields: dict[str, object] = field(default_factory=dict)  # category, source, license and the kept columns
+    problem: str = ""  # why the row itself cannot be read
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """The columns of one table."""
+
+    picture: str
+    captions: tuple[tuple[str | None, str], ...]  # (language or None, column)
+
+    @property
+    def names(self) -> list[str]:
+        """Every column that is read for picture and captions."""
+        return [self.picture, *(column for _, column in self.captions)]
+
+
+def choose_columns(available: Sequence[str], columns: Columns, location: str) -> ColumnChoice:
+    """Find a table's columns for picture and captions.
+
+    Raises: ValueError that lists the columns there are if one is missing.
+    """
+
+    def refuse(what: str, flag: str) -> ValueError:
+        return ValueError(f"{location} has no column {what}; it has {', '.join(available)}; name one with {flag}")
+
+    if columns.picture and columns.picture not in available:
+        raise refuse(repr(columns.picture), "--picture_column")
+    picture = columns.picture or next((name for name in PICTURE_COLUMNS if name in available), None)
+    if picture is None:
+        raise refuse("for pictures", "--picture_column")
+    captions: list[tuple[str | None, str]] = []
+    for name in columns.captions:
+        language, separator, column = name.rpartition(":")
+        if name in available:
+            language, separator, column = "", "", name
+        if column not in available:
+            raise refuse(repr(column), "--caption_columns")
+        captions.append((language if separator else None, column))
+    if not columns.captions:
+        captions += [(None, name) for name in CAPTION_COLUMNS if name in available][:1]
+        captions += [(label, name) for name, label in LABELLED_CAPTION_COLUMNS.items() if name in available]
+    if not captions:
+        raise refuse("for captions", "--caption_columns")
+    return ColumnChoice(picture, tuple(captions))
+
+
+def caption_member(cells: Sequence[tuple[str | None, object]]) -> tuple[str, bytes]:
+    """Return cells, each with its language or None, as a sample's .json member.
+
+    One cell without a language goes in as it is, be it text, a list or an object by language.
+    """
+    if len(cells) == 1 and cells[0][0] is None:
+        captions = cells[0][1]
+    else:
+        captions = {}
+        for label, cell in cells:
+            for wording in cell if isinstance(cell, list) else [cell]:
+                text, own = wording, None
+                if isinstance(wording, dict):
+                    text, own = wording.get("text"), wording.get("language")
+                if isinstance(text, str):
+                    captions.setdefault(label or own or language_of(text), []).append(wording)
+    return "json", json.dumps({"captions": captions}, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+
+
+def fields_of(record: dict, columns: Columns) -> dict[str, object]:
+    """Return category, source, license and the kept columns of a record, where it has them."""
+    named = {"category": columns.category, "source": columns.source, "license": columns.license}
+    named |= {name: name for name in columns.keep}
+    return {
+        name: value
+        for name, column in named.items()
+        if (value := record.get(column)) not in (None, "") and not isinstance(value, bytes)
+    }
+
+
+def fields_of_json(content: bytes, columns: Columns) -> dict[str, object]:
+    """Return the same of a .json member; nothing if it is not an object."""
+    try:
+        record = json.loads(decode_text(content))
+    except (ValueError, RecursionError):
+        return {}
+    return fields_of(record, columns) if isinstance(record, dict) else {}
