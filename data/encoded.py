@@ -63,7 +63,7 @@ class EncodedMember:
     Raises: ValueError if it is no sound member.
     """
 
-    def __init__(self, data: bytes):
+    def __init__(self, data: bytes | memoryview):
         self._data = data
         try:
             self._tensors, metadata = _read_header(data)
@@ -113,11 +113,11 @@ class EncodedMember:
         return torch.frombuffer(own, dtype=stored.dtype).view(stored.shape)
 
 
-def _read_header(data: bytes) -> tuple[dict[str, _Stored], dict[str, str]]:
+def _read_header(data: bytes | memoryview) -> tuple[dict[str, _Stored], dict[str, str]]:
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= min(_MAX_HEADER, len(data) - 8):
         raise ValueError(f"its header would be {length} bytes long")
-    entries = json.loads(data[8 : 8 + length])
+    entries = json.loads(bytes(data[8 : 8 + length]))
     metadata, tensors = entries.pop("__metadata__"), {}
     for name, entry in entries.items():
         start, stop = (8 + length + offset for offset in entry["data_offsets"])

@@ -142,7 +142,7 @@ class Reader:
         """Return the .json or .txt member of sample `i`.  Raises: ValueError if it is damaged; LostShardError."""
         record = self.index[i]
         [data] = self.shards.read(record.shard, [(record.meta_offset, record.meta_size, record.meta_crc32)])
-        return data
+        return bytes(data)
 
     def read_captions(self, i: int) -> dict[str, list[str]]:
         """Return {language: wordings} of sample `i`.  Raises: ValueError if its bytes are damaged; LostShardError."""
@@ -164,7 +164,7 @@ class Reader:
         if wants_picture:
             members.append((record.image_offset, record.image_size, record.image_crc32))
         contents = self.shards.read(record.shard, members) if members else []
-        return _Members(None if knows_captions else contents[0], contents[-1] if wants_picture else None)
+        return _Members(None if knows_captions else bytes(contents[0]), contents[-1] if wants_picture else None)
 
     def _parse(self, i: int, data: bytes | None) -> dict[str, list[str]]:
         with self._lock:
@@ -182,13 +182,13 @@ class Reader:
                 self._caption_bytes -= self._captions.popitem(last=False)[1][1]
         return captions
 
-    def _decode(self, i: int, data: bytes | None) -> Tensor:
+    def _decode(self, i: int, data: memoryview | None) -> Tensor:
         record = self.index[i]
         if record.encoded_sizes:
             raise ValueError("it is encoded: its shard holds latents and text states, not the picture")
         if data is None:
             [data] = self.shards.read(record.shard, [(record.image_offset, record.image_size, record.image_crc32)])
-        image = decode_image(data)
+        image = decode_image(bytes(data))
         if (image.height, image.width) != (record.height, record.width):
             raise ValueError(
                 f"it decodes to {image.height} x {image.width} pixels, the index says {record.height} x {record.width}"
@@ -201,7 +201,7 @@ class Reader:
         self.shards.close()
 
 
-def _encoded(planned: PlannedSample, data: bytes) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def _encoded(planned: PlannedSample, data: memoryview) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return the latents and text states of an encoded sample."""
     member = EncodedMember(data)
     states = member.empty_states() if planned.drop_caption else member.states(planned.language, planned.wording)
@@ -213,7 +213,7 @@ class _Members:
     """A sample's bytes; None for what is not wanted or was in memory."""
 
     meta: bytes | None = None
-    image: bytes | None = None
+    image: memoryview | None = None
 
 
 class Loader:

@@ -8,6 +8,8 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+
 from data.shard_cache import ShardCache
 from data.versions import Version
 from utils.byte_source import ByteSource, Patience, SourceChangedError, is_remote, open_source
@@ -60,8 +62,8 @@ class ShardBytes:
         self._lock = threading.Lock()
         self.any_remote = any(self._is_remote)
 
-    def read(self, shard: int, members: Sequence[Member]) -> list[bytes]:
-        """Return the members' contents.  Members that lie near each other arrive with one read.
+    def read(self, shard: int, members: Sequence[Member]) -> list[memoryview]:
+        """Return the members' contents.  Members that lie near each other arrive with one read, and share its memory.
 
         Wrong bytes are read again, not from the cache; so is a shard that was replaced, for its bytes may be the same.
         Raises: LostShardError; ValueError if the bytes are not what they were when they were indexed.
@@ -80,7 +82,7 @@ class ShardBytes:
                 self._lost.pop(shard, None)
         return contents
 
-    def _read_until_right(self, shard: int, members: Sequence[Member]) -> list[bytes]:
+    def _read_until_right(self, shard: int, members: Sequence[Member]) -> list[memoryview]:
         for attempt in range(_NUM_ATTEMPTS):
             if attempt > 1 and self._is_remote[shard]:  # the first time at once: a flipped bit is no sign of load
                 time.sleep(_FIRST_WAIT_S * 2**attempt * random.random())
@@ -99,10 +101,10 @@ class ShardBytes:
             reason = f"its bytes in {self._shards[shard]} changed since they were indexed"
         raise ValueError(reason)
 
-    def _read_once(self, shard: int, members: Sequence[Member], fresh: bool) -> list[bytes]:
+    def _read_once(self, shard: int, members: Sequence[Member], fresh: bool) -> list[memoryview]:
         """Read the members; fresh: neither from our cache nor from the kernel's, which may hold the wrong bytes."""
         held = self._opened(shard)  # a local file stays open as long as this does
-        source, contents = held.source, [b""] * len(members)
+        source, contents = held.source, [memoryview(b"")] * len(members)
         for group in _groups(members, max(_MIN_GAP, source.cheap_gap)):
             start = members[group[0]][0]
             size = max(members[i][0] + members[i][1] for i in group) - start
@@ -111,13 +113,12 @@ class ShardBytes:
             if self._cache is not None and self._is_remote[shard]:
                 if fresh:
                     self._cache.drop(source, start, size)
-                data = self._cache.read(source, start, size)
+                data = memoryview(self._cache.read(source, start, size))
             else:
                 if fresh:
                     source.forget(start, size)
-                buffer = bytearray(size)
-                source.read_into(start, memoryview(buffer))
-                data = bytes(buffer)
+                data = memoryview(np.empty(size, np.uint8))  # a bytearray would be filled with zeros first
+                source.read_into(start, data)
             for i in group:
                 offset, length, _ = members[i]
                 contents[i] = data[offset - start : offset - start + length]
