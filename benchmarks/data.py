@@ -4,9 +4,10 @@ Raw shards (256 px JPEG) and encoded ones, the same samples for all, shuffled, s
 one run.  A turn is one epoch, timed after its first batches: what starting costs is not part of it.  The bare loop
 reads each sample's bytes at its known place and decodes them, in as many threads, and does nothing else.
 
-The other libraries are not in requirements.txt, and one wants other versions of what is: install them where they harm
-nothing, `python -m venv --system-site-packages PEERS`, then `PEERS/bin/pip install litdata mosaicml-streaming`, and run
-this with PEERS/bin/python.  Those that are not installed are left out and named.
+The other libraries are not in requirements.txt, and they want other versions of what is: install them where they harm
+nothing.  `python -m venv PEERS`; a .pth file in its site-packages with the path of .venv's; `PEERS/bin/pip install
+--no-deps litdata mosaicml-streaming` and what importing them then asks for, likewise; run this with PEERS/bin/python.
+Those that are not installed are left out and named.
 """
 
 import json
