@@ -212,7 +212,7 @@ def test_every_mesh_equals_one_process(world_size):
 )
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_every_mesh_with_checkpointing_and_compilation(world_size, compiled, checkpointing):
-    """The whole product takes a quarter of an hour: `./launch.sh test -m exhaustive`."""
+    """The whole product takes about twenty minutes: `./launch.sh test -m exhaustive`."""
     cases = [
         dict(
             mesh_sizes=mesh,
