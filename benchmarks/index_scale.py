@@ -25,6 +25,7 @@ from data.mixture import load_mixture
 from data.mixture_order import MixtureOrder
 from data.order import GlobalOrder
 from data.plan import BatchPlan
+from data.versions import shard_versions
 from utils.config import parse, run_main
 
 LANGUAGES = [("en", "zh"), ("en",), ("zh",), ("en", "zh")]
@@ -148,7 +149,8 @@ def main(cfg: Config) -> None:
         shards = [folder / f"{n:05d}.tar" for n in range(cfg.num_shards)]
         for shard in shards:
             shard.touch()
-        paths = IndexFolder(folder / "index", [str(shard) for shard in shards], "t", lambda shard: ([], []))._paths
+        names = [str(shard) for shard in shards]
+        paths = IndexFolder(folder / "index", names, shard_versions(names), "t", lambda *_: ([], []))._paths
         for n, path in enumerate(paths):
             if n < cfg.distinct:
                 write_part(path, made_up(n, cfg.samples_per_shard), [])
