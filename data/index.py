@@ -6,7 +6,6 @@ A run reads the summary; parts are mapped when a sample of theirs is looked at, 
 
 import logging
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -23,6 +22,7 @@ from data.index_part import META_EXTENSIONS, IndexedSample, IndexPart, Kind, Sam
 from data.index_summary import IndexSummary
 from data.tar import tar_samples
 from data.versions import Version, shard_versions
+from utils.checksum import crc32
 
 IMAGE_EXTENSIONS = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
 log = logging.getLogger("train")
@@ -190,7 +190,7 @@ def _read_sample(stem: str, members: dict[str, tuple[int, bytes]], count_tokens:
         raise ValueError(f"it has {sorted(members)}, but needs a picture or .safetensors, and a .json or .txt")
     (image_offset, image), (meta_offset, meta) = members[image_extension], members[meta_extension]
     wordings, group = parse_wordings(meta_extension, meta)
-    places = (image_offset, len(image), zlib.crc32(image), meta_offset, len(meta), zlib.crc32(meta))
+    places = (image_offset, len(image), crc32(image), meta_offset, len(meta), crc32(meta))
     if image_extension == EXTENSION:
         encoded = EncodedMember(image)
         size, encoded_sizes, encoded_by = encoded.sizes[-1], encoded.sizes, encoded.encoded_by

@@ -4,7 +4,6 @@ import logging
 import random
 import threading
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ import numpy as np
 from data.shard_cache import ShardCache
 from data.versions import Version
 from utils.byte_source import ByteSource, Patience, SourceChangedError, is_remote, open_source
+from utils.checksum import crc32
 
 log = logging.getLogger("train")
 Member = tuple[int, int, int]  # offset and size in bytes, crc32
@@ -96,7 +96,7 @@ class ShardBytes:
                 reason = str(error)
                 self._look_anew(shard, reason)
                 continue
-            if all(zlib.crc32(content) == crc32 for content, (_, _, crc32) in zip(contents, members, strict=True)):
+            if all(crc32(content) == right for content, (_, _, right) in zip(contents, members, strict=True)):
                 return contents
             reason = f"its bytes in {self._shards[shard]} changed since they were indexed"
         raise ValueError(reason)

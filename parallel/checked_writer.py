@@ -3,13 +3,14 @@
 import contextlib
 import io
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
+
+from utils.checksum import crc32
 
 
 class _CheckedFileSystem(FileSystem):
@@ -37,7 +38,7 @@ class _CheckedStream:
         self.tell, self.flush = raw.tell, raw.flush
 
     def write(self, data) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
+        self.crc32 = crc32(data, self.crc32)
         self.size += memoryview(data).nbytes
         return self.raw.write(data)
 

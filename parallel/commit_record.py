@@ -2,8 +2,9 @@
 
 import json
 import os
-import zlib
 from pathlib import Path
+
+from utils.checksum import crc32
 
 RECORD = "commit.json"
 FORMAT = 1
@@ -29,12 +30,12 @@ def read_record(path: Path) -> dict:
     """
     try:
         record = json.loads((path / RECORD).read_text())
-        crc32 = record.pop("crc32")
+        own = record.pop("crc32")
     except FileNotFoundError:
         raise FileNotFoundError("it has no commit record") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its commit record cannot be read ({error!r})") from error
-    if crc32 != _own_crc32(record):
+    if own != _own_crc32(record):
         raise ValueError("its commit record does not match its own checksum")
     if record["format"] != FORMAT:
         raise ValueError(f"it has format {record['format']}, this program reads {FORMAT}")
@@ -72,9 +73,9 @@ def _crc32(path: Path) -> int:
     value = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
+            value = crc32(block, value)
     return value
 
 
 def _own_crc32(record: dict) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    return crc32(json.dumps(record, sort_keys=True).encode())
