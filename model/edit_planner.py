@@ -1,4 +1,4 @@
-"""The planner: Qwen2.5-VL answers pictures and an instruction with a plan of actions, and its states guide the renderer.
+"""The planner: Qwen2.5-VL answers pictures and an instruction with a plan, and its states guide the renderer.
 
 The plan is the assistant's answer in the very chat whose user turn gives the text states.  The model is causal, so one
 pass gives both: the states know nothing of the answer.
@@ -32,10 +32,9 @@ class PlannerInput:
 class PlannerOutput:
     """What one pass gives for B samples."""
 
-    loss: Tensor  # (B,) float32: mean cross-entropy of the answer's tokens, its end included; NaN without an answer
-    is_exact: (
-        Tensor  # (B,) bool: the most likely token is the right one everywhere, so greedy decoding gives the answer
-    )
+    loss_per_sample: Tensor  # (B,) float32: mean cross-entropy of the answer's tokens, its end included; 0 without one
+    has_answer: Tensor  # (B,) bool
+    is_exact: Tensor  # (B,) bool: the most likely token is right everywhere, so greedy decoding gives the answer
     states: list[Tensor]  # (T_b, D) each, as `TextEncoder.encode` gives them
 
 
@@ -82,11 +81,12 @@ class Planner(nn.Module):
         losses, correct = torch.zeros(labels.shape, device=states.device), torch.ones_like(is_answer)
         losses[is_answer] = F.cross_entropy(logits, labels[is_answer], reduction="none")
         correct[is_answer] = logits.argmax(dim=-1) == labels[is_answer]
-        loss = losses.sum(dim=1) / is_answer.sum(dim=1)  # 0 / 0 without an answer
+        has_answer = is_answer.any(dim=1)
+        loss = losses.sum(dim=1) / is_answer.sum(dim=1).clamp(min=1)
         if self._trains_vision and not pictures and torch.is_grad_enabled():
             loss = loss + self._nothing_seen()
         own = [row[edit.start : edit.stop] for row, edit in zip(states, edits, strict=True)]
-        return PlannerOutput(loss, correct.all(dim=1) & is_answer.any(dim=1), own)
+        return PlannerOutput(loss, has_answer, has_answer & correct.all(dim=1), own)
 
     def _answer_tokens(self, answer: str | None) -> list[int]:
         return (

@@ -1,6 +1,6 @@
 """How the MMDiT is cut for parallel training; `parallel` applies it without knowing the model."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.layout import PackedLayout, shard_rows
 
@@ -90,3 +90,12 @@ FLOAT8_PARTS: tuple[str, ...] = (
     "transformer_blocks.*.img_mlp",
     "transformer_blocks.*.txt_mlp",
 )
+
+
+def without_gradient(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of which no output is made, those after the last block's text attention.
+
+    A reduction that waits for every parameter's gradient, as DDP's does, must not wait for these.
+    """
+    last = model.transformer_blocks[-1]
+    return [*last.attn.to_add_out.parameters(), *last.txt_mlp.parameters()]

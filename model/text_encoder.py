@@ -85,6 +85,13 @@ def _is_labelled(model_folder: Path) -> bool:
     return name != "QwenImageEditPipeline"
 
 
+def _geometry(text_encoder_folder: Path) -> VisionGeometry | None:
+    """Return how the model of a `text_encoder/` folder cuts pictures; None if it is none that sees them."""
+    path = text_encoder_folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return VisionGeometry.from_config(config["vision_config"]) if "vision_config" in config else None
+
+
 @dataclass(frozen=True)
 class EditTokens:
     """An edit's token ids, and where its text states begin and end among them: the answer follows."""
@@ -99,6 +106,8 @@ class TextEncoder(nn.Module):
 
     num_truncated counts the captions that were longer than the model's limit.
     vlm: the whole model, if it was loaded to see pictures, else None.
+    geometry: how pictures are cut, with which edits are counted even where they are not encoded.
+    labels_pictures: whether the edit template says "Picture 1: " before the first picture, and so on.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class TextEncoder(nn.Module):
         language_model: nn.Module,
         tokenizer_id: str,
         vlm: Qwen2_5_VLForConditionalGeneration | None = None,
+        geometry: VisionGeometry | None = None,
         labels_pictures: bool = True,
     ):
         super().__init__()
@@ -119,11 +129,8 @@ class TextEncoder(nn.Module):
         # Counted on the templates themselves: 34 and 64 tokens with the released tokenizer.
         self.num_prefix_tokens = len(self._tokenize(TEXT_TO_IMAGE_PREFIX))
         self.num_edit_prefix_tokens = len(self._tokenize(EDIT_PREFIX))
-        self._pad = tokenizer.convert_tokens_to_ids(IMAGE_PAD)
-        vision = vlm.config.vision_config if vlm is not None else None
-        self.geometry = vision and VisionGeometry(
-            vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-        )
+        self.image_pad = tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+        self.geometry = geometry
 
     @classmethod
     def from_folder(
@@ -146,18 +153,31 @@ class TextEncoder(nn.Module):
             tokenizer, model = _load_tokenizer(folders[0]), _load_model(folders[1], dtype)
         encoder = cls(
             tokenizer, model.model.language_model, _tokenizer_id(folders[0]), model if with_vision else None,
-            _is_labelled(Path(model_folder)),
+            _geometry(folders[1]), _is_labelled(Path(model_folder)),
         )  # fmt: skip
         return encoder.to(device).eval().requires_grad_(False)
 
     @classmethod
     def tokenizer_only(cls, model_folder: str | Path) -> "TextEncoder":
-        """Load `tokenizer/` alone, to count tokens where nothing is encoded.  Raises: ValueError if it is missing."""
+        """Load `tokenizer/` alone, to count tokens where nothing is encoded; edits too, if `text_encoder/` tells how
+        pictures are cut.
+
+        Raises: ValueError if `tokenizer/` is missing.
+        """
         folder = Path(model_folder) / "tokenizer"
         if not folder.is_dir():
             raise ValueError(f"no tokenizer/ in {model_folder}; give a folder in the released layout")
         with _quiet_transformers():
-            return cls(_load_tokenizer(folder), nn.Identity(), _tokenizer_id(folder))
+            return cls(
+                _load_tokenizer(folder), nn.Identity(), _tokenizer_id(folder),
+                geometry=_geometry(folder.with_name("text_encoder")), labels_pictures=_is_labelled(Path(model_folder)),
+            )  # fmt: skip
+
+    @property
+    def edit_tokenizer_id(self) -> str:
+        """What `tokenizer_id` is for the token counts of edits: these depend on how pictures are cut, too."""
+        parts = (self.tokenizer_id, EDIT_PREFIX, self.labels_pictures and PICTURE_LABEL, self.geometry)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def _tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -179,6 +199,9 @@ class TextEncoder(nn.Module):
     def edit_tokens(self, instruction: str, picture_sizes: Sequence[tuple[int, int]]) -> EditTokens:
         """Return the filled edit template; an instruction that is too long is cut, and counted.
 
+        What is cut is the end of the instruction, never pictures or the end of the turn.  `diffusers` cuts no edit, so
+        that one this long gives other states there.
+
         Raises: ValueError if the instruction holds a picture's place of its own, or pictures leave no room for it.
         """
         tokens, is_cut = self._edit_tokens(instruction, picture_sizes)
@@ -188,7 +211,7 @@ class TextEncoder(nn.Module):
 
     def _edit_tokens(self, instruction: str, picture_sizes: Sequence[tuple[int, int]]) -> tuple[EditTokens, bool]:
         if self.geometry is None:
-            raise ValueError("this text encoder was loaded without its vision tower and cannot take part in edits")
+            raise ValueError("text_encoder/config.json has no vision_config, so no edit can be counted or encoded")
         if IMAGE_PAD in instruction:
             raise ValueError(f"the instruction holds {IMAGE_PAD}, which stands for a picture")
         ids = self._tokenize(EDIT_PREFIX)
@@ -198,10 +221,11 @@ class TextEncoder(nn.Module):
             for number, size in enumerate(picture_sizes, start=1):
                 label = PICTURE_LABEL.format(number=number) if self.labels_pictures else ""
                 before, after = self._tokenize(label + VISION_START), self._tokenize(VISION_END)
-                ids += [*before, *[self._pad] * self.geometry.num_tokens(*size), *after]
+                ids += [*before, *[self.image_pad] * self.geometry.num_tokens(*size), *after]
             text = self._tokenize(instruction + SUFFIX)
         else:
-            text = self._tokenize(EDIT_PREFIX + instruction + SUFFIX)[start:]
+            whole = self._tokenize(EDIT_PREFIX + instruction + SUFFIX)  # a line end may join that of the prefix
+            ids, text = whole[:start], whole[start:]
         room = MAX_TOKENS - (len(ids) - start)
         suffix = self._tokenize(SUFFIX)  # it begins with a token of its own, too
         if room < len(suffix):
@@ -227,6 +251,8 @@ class TextEncoder(nn.Module):
         A caption beyond MAX_TOKENS is cut, and counted.
         """
         if pictures is not None:
+            if self.vlm is None:
+                raise ValueError("this text encoder was loaded without its vision tower and encodes no edits")
             tokens = self.edit_tokens(caption, [tuple(picture.shape[1:]) for picture in pictures])
             states = self.vlm.model(**self.model_inputs([tokens.ids], pictures), use_cache=False).last_hidden_state
             return states[0, tokens.start : tokens.stop]
@@ -252,5 +278,5 @@ class TextEncoder(nn.Module):
         if pictures:
             patches, grids = self.geometry.patches(pictures)
             inputs |= {"pixel_values": patches, "image_grid_thw": grids}
-            inputs["mm_token_type_ids"] = (ids == self._pad).int()  # without it, pictures would stand in one row
+            inputs["mm_token_type_ids"] = (ids == self.image_pad).int()  # without it, pictures would stand in one row
         return {name: tensor.to(device) for name, tensor in inputs.items()}

@@ -1,19 +1,21 @@
 """What Qwen2.5-VL's vision tower takes: pictures of any size as patches.
 
 Legend: N patches of all pictures, P pixels a patch side, M patches a merged token's side.
-Source: `transformers` Qwen2VLImageProcessorPil, with the settings of the released `preprocessor_config.json`.
+Source: `transformers` Qwen2VLImageProcessorPil with its own settings; the released `preprocessor_config.json` differs in
+the upper bound alone, which no condition picture comes near.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
+from transformers.image_transforms import resize
+from transformers.image_utils import ChannelDimension, PILImageResampling
 
-# Of the released processor: means and standard deviations a channel (CLIP's), and bounds on a picture's area.
+# Means and standard deviations a channel (CLIP's), and bounds on a picture's area.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
@@ -25,6 +27,16 @@ class VisionGeometry:
     patch_size: int = 14
     merge_size: int = 2
     temporal_patch_size: int = 2
+
+    @classmethod
+    def from_config(cls, vision_config: Mapping[str, Any]) -> "VisionGeometry":
+        """Take the fields of a model's `vision_config`; what it leaves out is as released."""
+        names = {
+            "patch_size": "patch_size",
+            "merge_size": "spatial_merge_size",
+            "temporal_patch_size": "temporal_patch_size",
+        }
+        return cls(**{ours: vision_config[name] for ours, name in names.items() if name in vision_config})
 
     @property
     def token_pixels(self) -> int:
@@ -65,12 +77,14 @@ class VisionGeometry:
 
     def _cut(self, picture: Tensor) -> Tensor:
         height, width = self.seen_size(*picture.shape[1:])
-        pixels = picture.cpu().permute(1, 2, 0).numpy()
-        if pixels.shape[:2] != (height, width):
-            pixels = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
-        scaled = (torch.from_numpy(pixels.copy()).float() / 255 - torch.tensor(_MEAN)) / torch.tensor(_STD)
+        pixels = picture.cpu()
+        if tuple(pixels.shape[1:]) != (height, width):
+            first = ChannelDimension.FIRST
+            resized = resize(pixels.numpy(), (height, width), PILImageResampling.BICUBIC, input_data_format=first)
+            pixels = torch.from_numpy(resized)
+        scaled = (pixels.permute(1, 2, 0).float() / 255 - torch.tensor(_MEAN)) / torch.tensor(_STD)
         side, merge = self.patch_size, self.merge_size
-        blocks = scaled.view(height // side // merge, merge, side, width // side // merge, merge, side, 3)
+        blocks = scaled.reshape(height // side // merge, merge, side, width // side // merge, merge, side, 3)
         patches = blocks.permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 3)  # (N, 3, P, P)
         # A still picture is a film of equal frames.
         return patches[:, :, None].expand(-1, -1, self.temporal_patch_size, -1, -1).flatten(1)
