@@ -9,6 +9,7 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 
+from data.edit_plan import EditPlan
 from data.word_filter import RefusedInstructionError
 from model.edit_planner import Planner, PlannerInput
 from model.mmdit import MMDiTConfig
@@ -22,7 +23,7 @@ from tools.edit import EditRequest, QwenImageEditor
 from utils.random_streams import torch_generator
 
 AREA = 96 * 96
-PLAN = '{"actions":[{"action":"remove","target":"dog face","bbox":[10,20,480,900]}]}'
+PLAN = EditPlan.from_json([{"action": "remove", "target": "dog face", "bbox": [10, 20, 480, 900]}]).to_text()
 SETTINGS = {"num_steps": 3, "cfg_scale": 3.0, "dtype": torch.float32, "device": torch.device("cpu")}
 AREAS = {"reference_pixels": AREA, "condition_pixels": AREA}
 
