@@ -46,9 +46,9 @@ def parse_edit(extension: str, data: bytes) -> EditMeta | None:
 
     Raises: ValueError for a number of references that cannot be, or an action list that breaks the schema.
     """
-    if extension != "json":
+    if extension != "json" or '"references"' not in (text := decode_text(data)):  # most are none: no second parse
         return None
-    content = json.loads(decode_text(data))
+    content = json.loads(text)
     if not isinstance(content, dict) or "references" not in content:
         return None
     count = content["references"]
