@@ -91,6 +91,22 @@ FLOAT8_PARTS: tuple[str, ...] = (
     "transformer_blocks.*.txt_mlp",
 )
 
+# Low-rank adapters: the linear layers that get one unless others are named, all that work on single tokens.
+LORA_TARGETS: tuple[str, ...] = (
+    "transformer_blocks.*.attn.to_q",
+    "transformer_blocks.*.attn.to_k",
+    "transformer_blocks.*.attn.to_v",
+    "transformer_blocks.*.attn.add_q_proj",
+    "transformer_blocks.*.attn.add_k_proj",
+    "transformer_blocks.*.attn.add_v_proj",
+    "transformer_blocks.*.attn.to_out.0",
+    "transformer_blocks.*.attn.to_add_out",
+    "transformer_blocks.*.img_mlp.net.0.proj",
+    "transformer_blocks.*.img_mlp.net.2",
+    "transformer_blocks.*.txt_mlp.net.0.proj",
+    "transformer_blocks.*.txt_mlp.net.2",
+)
+
 
 def without_gradient(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of which no output is made, those after the last block's text attention.

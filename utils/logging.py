@@ -91,6 +91,18 @@ class RunLog:
             self._samples_seen = (self.folder / "samples_seen.jsonl").open("a", encoding="utf-8", buffering=1)
         self._samples_seen.write(json.dumps({"step": step, "samples": keys}, ensure_ascii=False) + "\n")
 
+    def check(self, step: int, loss: float, grad_norm: float, num_bad: float, max_bad_samples: int) -> None:
+        """Raise ValueError, on every rank alike, if the run must not take this step."""
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise ValueError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; stopped before the weights changed. "
+                "Lower --lr, or look at the step's samples (--log_samples); the same command resumes from the last save"
+            )
+        if num_bad > max_bad_samples:
+            raise ValueError(
+                f"step {step}: {num_bad:.0f} bad samples, over --max_bad_samples; see {self.folder}/train.log"
+            )
+
     def close(self) -> None:
         """Finish every file."""
         if self.is_main:

@@ -4,7 +4,7 @@ The state is there at once, also for parameters that never get a gradient, so th
 same keys.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -168,16 +168,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer | Together, lr: float) ->
             group["lr"] = lr
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer | Together, model: nn.Module) -> dict[str, Tensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer | Together, model: nn.Module | Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
     """Return the optimizer's state as one flat dict, "parameter name.state name" → tensor; filling these restores it.
 
+    model: gives the parameters' names; or the parameters under names of the caller's choice.
     Of an optimizer whose state is shared out over the ranks, what lies on this one.
 
     8-bit state is two tensors: "….codes" uint8, cut as the parameter is, and "….scale" float32, (rows, blocks a row).
     """
     # ZeRO keeps its part in an optimizer of its own.
     state, tensors = getattr(optimizer, "optim", optimizer).state, {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else model.items():
         for key, tensor in state.get(parameter, {}).items():
             local = _local(tensor)
             if hasattr(local, "codes"):
