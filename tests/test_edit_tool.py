@@ -156,7 +156,7 @@ def test_bad_requests_are_named(editor, folder, tmp_path):
         ((picture, "x", 64, 65), "multiples of 16"),
         ((tmp_path / "none.png", "x"), "none.png"),
         (([picture, str(tmp_path / "broken.png")], "x"), "broken.png"),
-        ((picture.resize((4000, 4)), "x"), "too narrow"),
+        ((picture.resize((4000, 4)), "x"), "too thin"),
     ]:
         with pytest.raises(ValueError, match=message):
             editor.edit(*arguments)
