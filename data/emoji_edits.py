@@ -1,4 +1,8 @@
-"""The default data set of edits: scenes in which all but the edit stays as it is, and pairs of whole emoji."""
+"""The default data set of edits: scenes in which all but the edit stays as it is, and pairs of whole emoji.
+
+The rules say what changes, the tables beside them how it is called: edit_wordings.toml for scenes, emoji_additions.txt
+and emoji_changes.txt for whole emoji.
+"""
 
 import io
 import itertools
@@ -20,7 +24,7 @@ _SOURCES = (
 )  # fmt: skip
 _COMPOSED = ("combine", "combine_both", "draw")  # of two references, of three, of none
 # Edits in all of each kind of scene, of each kind of composition, and at most of each rule for whole emoji.
-_TRAIN, _VALIDATION = (700, 120, 120), (40, 6, 0)
+_TRAIN, _VALIDATION = (600, 100, 120), (34, 6, 4)
 _NUM_TRAIN_SHARDS = 8
 
 

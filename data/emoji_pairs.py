@@ -3,14 +3,17 @@
 import itertools
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from data.edit_plan import BOX_SIDE
 from data.edit_scenes import COLOURED, COLOURS_ZH, TEXTS, EditPair, find_emoji
 from data.emoji_captions import with_article
 from data.emoji_table import draw_emoji, load_emoji
 
 SIDE = 96  # pixels
+_HELD_OUT = 10  # one pair in so many of a general rule is for validation
 _JOINER = "\u200d"
 _TONES = {
     "\U0001f3fb": ("light", "浅"), "\U0001f3fc": ("medium-light", "中浅"), "\U0001f3fd": ("medium", "中等"),
@@ -34,17 +37,16 @@ _ARROWS = {
 Found = tuple[str, str, str, str]  # before, after, instruction in English, in Chinese
 
 
-def whole_emoji_edits(cap: int, seed: str) -> list[EditPair]:
+def whole_emoji_edits(cap: int, split: str) -> list[EditPair]:
     """Return up to `cap` pairs of each category and rule, on white, without masks: the rules' own names are the plans.
 
-    Which pairs are kept is a function of `seed`.
+    split: "train" or "validation", which has pairs that training has not, of rules whose wordings training has.
     """
     pairs = []
     for category, rule in _RULES:
-        found = sorted(set(rule()))
-        for before, after, en, zh in random.Random(f"{seed} {rule.__name__} {category}").sample(
-            found, min(cap, len(found))
-        ):
+        found = [pair for pair in sorted(set(rule())) if _is_held_out(rule, *pair[:2]) == (split == "validation")]
+        rng = random.Random(f"{split} {rule.__name__} {category}")
+        for before, after, en, zh in rng.sample(found, min(cap, len(found))):
             first, second = find_emoji(before), find_emoji(after)
             actions = [_action(category, first.en, second.en, en)]
             pairs.append(
@@ -54,23 +56,27 @@ def whole_emoji_edits(cap: int, seed: str) -> list[EditPair]:
                     {"en": [en], "zh": [zh]},
                     category,
                     actions,
-                    held_out=False,
-                    chars=[first.char, second.char],
-                )  # fmt: skip
+                )
             )
     return pairs
+
+
+def _is_held_out(rule: Callable, before: str, after: str) -> bool:
+    return rule in _GENERAL_RULES and zlib.crc32(f"{before} {after}".encode()) % _HELD_OUT == 0
 
 
 def _action(category: str, before: str, after: str, instruction: str) -> dict:
     """Return a plan's action for the whole picture."""
     kind = {"add": "insert", "text": "add_text"}.get(category, category)
-    action = {"action": kind, "target": before, "bbox": [0, 0, 1000, 1000]}
+    action = {"action": kind, "target": before, "bbox": [0, 0, BOX_SIDE, BOX_SIDE]}
     if category == "replace":
         action["object"] = after
     elif category == "text":
         action["content"] = re.findall(r'"([^"]*)"', instruction)[-1]
     elif category in ("recolor", "transform"):
         action["style"] = instruction.rstrip(".")
+    elif category == "remove":
+        action["target"] = re.sub("^Remove (the )?", "", instruction).rstrip(".")
     elif category == "add":
         action["object"] = instruction.removeprefix("Add ").rstrip(".")
     return action
@@ -177,3 +183,5 @@ _RULES = (
     ("add", _additions), ("add", _changes("add")), ("remove", _removals), ("remove", _changes("remove")),
     ("text", _texts),
 )  # fmt: skip
+# Their wordings are known from other pairs; those of the tables are each of one pair alone.
+_GENERAL_RULES = (_skin_tones, _object_colours, _things_of_a_kind, _expressions, _clocks, _arrows, _texts)
