@@ -1,2 +1,0 @@
-def choose_wording(instruction, probability, draw):
-    return instruction
