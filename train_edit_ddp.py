@@ -6,8 +6,7 @@
 
 The planner is Qwen2.5-VL: it reads the references and the instruction, and answers with a JSON list of actions.  Its
 states of what it read are the text states of the renderer, the MMDiT, which draws the picture beside the references.
-The same command again resumes.  To try an idea, copy this file and edit it.
-Source: Qwen-Image technical report, arXiv 2508.02324, section 2.4; QwenImageEditPlusPipeline of `diffusers`.
+The same command again resumes.  Source: Qwen-Image technical report, arXiv 2508.02324; QwenImageEditPlusPipeline.
 """
 
 import contextlib
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.balanced_sampler import CategoryBalancedSampler
-from data.captions import LANGUAGE_ROWS, language_row
-from data.edit import CATEGORIES, category_row, parse_shares, token_weights
+from data.captions import LANGUAGE_ROWS
+from data.edit import CATEGORIES, parse_shares, sample_labels, token_weights
 from data.index import build_index
 from data.instructions import choose_wording
 from data.mixture import load_mixture
@@ -52,9 +51,10 @@ from utils.config import MAY_CHANGE, check_values, parse, run_main, write_run_fo
 from utils.ema import EMA
 from utils.logging import RunLog, set_up_logging
 from utils.loss_tally import LossTally
-from utils.optimizer import build_adamw, build_zero_adamw, optimizer_tensors, set_learning_rate
+from utils.optimizer import build_adamw, build_zero_adamw, set_learning_rate
 from utils.phase_timer import PhaseTimer
 from utils.random_streams import stream_seed, torch_generator, uniform
+from utils.run_state import networks_tensors
 from utils.schedule import learning_rate
 
 NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
@@ -149,13 +149,6 @@ class Batch:
     t: Tensor  # (B,) float32
 
 
-def labels(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the samples' weights (0 for a filler), rows of LANGUAGE_ROWS and rows of CATEGORIES, (B,) each."""
-    weights = torch.tensor([sample.plan.weight for sample in samples], device=device)
-    languages = torch.tensor([language_row(sample.plan.language) for sample in samples], device=device)
-    return weights, languages, torch.tensor([category_row(sample.category) for sample in samples], device=device)
-
-
 def read_instructions(
     samples: list[Sample], encoders: Encoders, planner: nn.Module | None, cfg: Config, training: bool = True
 ) -> tuple[list[Tensor], PlannerOutput | None]:
@@ -224,7 +217,7 @@ def validate(networks: dict[str, nn.Module], encoders: Encoders, reader: Reader,
     tallies = {name: LossTally(LANGUAGE_ROWS, CATEGORIES) for name in ("val_loss", "val_plan_loss", "val_plan_exact")}
     for planned in micro_batches:
         samples = [reader.read(p, encoders.needs_picture) for p in planned]
-        weights, *rows = labels(samples, encoders.device)
+        weights, *rows = sample_labels(samples, encoders.device)
         states, plans = read_instructions(samples, encoders, networks.get("planner"), cfg, training=False)
         for stratum in range(NUM_STRATA if "renderer" in networks else 0):
             batch = make_batch(samples, states, encoders, cfg, stratum)
@@ -233,10 +226,8 @@ def validate(networks: dict[str, nn.Module], encoders: Encoders, reader: Reader,
             weights = weights * plans.has_answer
             tallies["val_plan_loss"].add(plans.loss_per_sample, weights, *rows)
             tallies["val_plan_exact"].add(plans.is_exact.float(), weights, *rows)
-    means = {}
-    for name, tally in tallies.items():
-        means |= tally.means(all_reduce_sum(tally.sums(), encoders.device), name)
-    return means
+    sums = {name: all_reduce_sum(tally.sums(), encoders.device) for name, tally in tallies.items()}
+    return {k: v for name, tally in tallies.items() for k, v in tally.means(sums[name], name).items()}
 
 
 def main(cfg: Config) -> None:
@@ -247,10 +238,9 @@ def main(cfg: Config) -> None:
     device = init_distributed(cfg.timeout_s)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32")
-    folder = Path(cfg.run_folder)
-    set_up_logging(folder, is_main(), rank)
+    set_up_logging(folder := Path(cfg.run_folder), is_main(), rank)
 
-    # ---- 2. Frozen VAE, planner, renderer: what is trained keeps float32 master weights -------------------------------
+    # ---- 2. Frozen VAE, planner, renderer: what is trained keeps float32 master weights ------------------------------
     trains_planner = "planner" in cfg.train
     encoders = Encoders(
         cfg.model, device, dtype, cfg.latents_cache_gib, 0.0 if trains_planner else cfg.text_cache_gib, with_vision=True
@@ -259,40 +249,30 @@ def main(cfg: Config) -> None:
     if trains_planner:
         networks["planner"] = Planner(encoders.text, cfg.freeze_vision)
     if "renderer" in cfg.train:
-        config = MMDiTConfig.from_folder(f"{cfg.model}/transformer")
+        transformer = f"{cfg.model}/transformer"
         with torch.device("meta"):
-            renderer = MMDiT(config)
-        released = f"{cfg.model}/transformer"
-        released = None if cfg.from_scratch or not has_weights(released) else released
-        unused = without_gradient(renderer)
+            renderer = MMDiT(MMDiTConfig.from_folder(transformer))
+        released = None if cfg.from_scratch or not has_weights(transformer) else transformer
+        if cfg.lora_rank and released is None:
+            raise ValueError("--lora_rank adapts released weights: --model needs them in transformer/")
+        unused, alpha = without_gradient(renderer), cfg.lora_alpha or cfg.lora_rank
         if cfg.lora_rank:
-            if released is None:
-                raise ValueError("--lora_rank adapts released weights: --model needs them in transformer/")
-            alpha = cfg.lora_alpha or cfg.lora_rank
             apply_lora(renderer, cfg.lora_targets, cfg.lora_rank, alpha, cfg.lora_dropout, dtype, unused)
         for parameter in unused:  # so that DDP need not look for what gets no gradient
             parameter.requires_grad_(False)
         materialize(renderer, device, init_parameter, cfg.seed, released)
         apply_activation_checkpointing(renderer, FSDP_UNITS, cfg.activation_checkpointing)
         networks["renderer"] = renderer
-    reduce_dtype = getattr(torch, cfg.reduce_dtype)
-    wrapped = {n: replicate(net, cfg.bucket_mb, reduce_dtype, cfg.static_graph) for n, net in networks.items()}
+    how = cfg.bucket_mb, getattr(torch, cfg.reduce_dtype), cfg.static_graph
+    wrapped = {name: replicate(net, *how) for name, net in networks.items()}
 
     # ---- 3. Data ----------------------------------------------------------------------------------------------------
-    cache, text = Path(cfg.cache_folder), encoders.text
-    mixture = load_mixture(cfg.data)
+    cache, text, mixture = Path(cfg.cache_folder), encoders.text, load_mixture(cfg.data)
     shards = mixture.shards("train", cache)
     val_shards = mixture.held_out(cfg.validation_data, shards, cache)
+    tokens_id, seen_at = f"{text.tokenizer_id} {text.edit_tokenizer_id}", {"condition_pixels": cfg.condition_pixels}
     index, val_index = (
-        build_index(
-            list(paths),
-            text.count_tokens,
-            f"{text.tokenizer_id} {text.edit_tokenizer_id}",
-            cache,
-            rank,
-            num_ranks,
-            condition_pixels=cfg.condition_pixels,
-        )  # fmt: skip
+        build_index(list(paths), text.count_tokens, tokens_id, cache, rank, num_ranks, **seen_at)
         for paths in (shards, val_shards)
     )
     sampler = CategoryBalancedSampler(index, parse_shares(cfg.shares), num_ranks, rank, cfg.seed, cfg.global_batch_size)
@@ -301,9 +281,8 @@ def main(cfg: Config) -> None:
         index, sampler, num_ranks=num_ranks, rank=rank, max_tokens=cfg.max_tokens_per_micro_batch, seed=cfg.seed,
         caption_dropout=cfg.instruction_dropout, zh_share=cfg.zh_share, num_empty_tokens=text.count_tokens(""), **sizes,
     )  # fmt: skip
-    val_micro_batches = spread_micro_batches(
-        val_index, cfg.eval_samples, num_ranks, rank, cfg.max_tokens_per_micro_batch, **sizes
-    )
+    watched = val_index, cfg.eval_samples, num_ranks, rank, cfg.max_tokens_per_micro_batch
+    val_micro_batches = spread_micro_batches(*watched, **sizes)
 
     # ---- 4. Optimizers and EMA --------------------------------------------------------------------------------------
     build, lrs = build_zero_adamw if cfg.zero else build_adamw, {"planner": cfg.planner_lr, "renderer": cfg.lr}
@@ -314,34 +293,25 @@ def main(cfg: Config) -> None:
     }
     ema = EMA(trained["renderer"].items(), cfg.ema_decay) if "renderer" in networks else None
 
-    # ---- 5. Resume: copies, the same on all ranks, are stored once; with --zero each rank stores its part --------------
-    tensors = {f"ema.{name}": average for name, average in (ema.tensors() if ema else {}).items()}
-    for n, parameters in trained.items():
-        tensors |= {f"{n}.{name}": parameter for name, parameter in parameters.items()}
-        state = optimizer_tensors(optimizers[n], parameters)
-        tensors |= {f"optimizer.{n}.{name}": value for name, value in state.items()}
+    # ---- 5. Resume: copies, the same on all ranks, are stored once; with --zero each rank stores its part ------------
+    tensors, checkpoints = networks_tensors(trained, ema, optimizers), folder / "checkpoints"
     base = base_record(networks["renderer"]) if ema else {}
-    checkpoints = folder / "checkpoints"
     write_run_folder(folder, cfg, __file__, MAY_CHANGE | {"num_examples", "bucket_mb", "static_graph", "zero"})
-    start_step = 0
-    if (newest := checkpoint.latest(checkpoints)) is not None:
-        state, start_step = checkpoint.load(checkpoints, newest, tensors), newest
+    start_step, state = checkpoint.load_latest(checkpoints, tensors)
+    if state is not None:
         check_base(state, base, cfg.model)
         plan.load_state(state["data"])
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank)
     kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     words = WordFilter.from_file(cfg.refused_words) if cfg.refused_words else WordFilter(())
-    more = {"condition_pixels": cfg.condition_pixels, "check_caption": words.check, "cache": kept}
-    reader, val_reader = (Reader(i, max_bad_samples=cfg.max_bad_samples, **sizes, **more) for i in (index, val_index))
-    examples = spread_examples(val_index, cfg.num_examples, cfg.max_pixels, cfg.reference_pixels)
-    settings = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale)
+    reading = sizes | seen_at | {"check_caption": words.check, "cache": kept, "max_bad_samples": cfg.max_bad_samples}
+    reader, val_reader = (Reader(i, **reading) for i in (index, val_index))
+    examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, **sizes)]
+    timer, settings = PhaseTimer(device), SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale)
+    drawing = settings, cfg.seed, cfg.max_tokens_per_micro_batch, rank, num_ranks
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
-    log.info(
-        "%s, %d training samples, %d ranks, from step %d to %d",
-        ", ".join(f"{n} {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M" for n, net in networks.items()),
-        len(index), num_ranks, start_step, cfg.num_steps,
-    )  # fmt: skip
-    timer = PhaseTimer(device)
+    sizes_m = [f"{name} {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M" for name, net in networks.items()]
+    log.info("%s, %d edits, %d ranks, from step %d to %d", sizes_m, len(index), num_ranks, start_step, cfg.num_steps)
     # ---- 6. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
         ended = step == cfg.num_steps
@@ -352,11 +322,7 @@ def main(cfg: Config) -> None:
             if cfg.eval_every and (ended or step % cfg.eval_every == 0):
                 run_log.scalars(step, validate(networks, encoders, val_reader, cfg, val_micro_batches))
             if ema and cfg.sample_every and (ended or step % cfg.sample_every == 0):
-                picture = edit_grid(
-                    networks["renderer"], encoders, [val_reader.read(p) for p in examples], settings, cfg.seed,
-                    cfg.max_tokens_per_micro_batch, rank, num_ranks,
-                )  # fmt: skip
-                run_log.image(step, "samples", picture)
+                run_log.image(step, "samples", edit_grid(networks["renderer"], encoders, examples, *drawing))
         if ended:
             break
 
@@ -367,7 +333,7 @@ def main(cfg: Config) -> None:
         # Loss and backward; gradients travel in the last micro-batch's
         tallies, tokens = {name: LossTally(LANGUAGE_ROWS, CATEGORIES) for name in ("loss", "plan_loss")}, 0
         for i, samples in enumerate(micro_batches):
-            weights, *rows = labels(samples, device)
+            weights, *rows = sample_labels(samples, device)
             if cfg.lora_dropout:
                 torch.manual_seed(stream_seed(cfg.seed, step, f"{rank} {i}", "dropout"))
             with contextlib.ExitStack() as stack:
@@ -396,8 +362,8 @@ def main(cfg: Config) -> None:
         means |= tallies["plan_loss"].means(sums[len(sums) // 2 :], "plan_loss")
         if not all(map(math.isfinite, (*norms.values(), *means.values()))):
             raise ValueError(
-                f"step {step}: gradient norms {norms}, losses {means}; stopped before the weights changed. Lower --lr "
-                "or --planner_lr, or see the step's samples (--log_samples); the same command resumes from the last save"
+                f"step {step}: norms {norms}, losses {means}; stopped before the weights changed. Lower --lr or "
+                "--planner_lr, or see the step's samples (--log_samples); the same command resumes from the last save"
             )
         if num_bad > cfg.max_bad_samples:
             raise ValueError(f"step {step}: {num_bad:.0f} bad samples, over --max_bad_samples; see {folder}/train.log")
@@ -419,9 +385,14 @@ def main(cfg: Config) -> None:
         if cfg.log_every and step % cfg.log_every == 0:
             scalars = means | {f"{name}_grad_norm": norm for name, norm in norms.items()}
             scalars |= {"lr": share * cfg.lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
-            scalars |= {"step_s": step_s, **phases, "samples_per_s": cfg.global_batch_size / step_s}
-            scalars |= {"tokens_per_s": tokens / step_s, "bad_samples": num_bad, "refused": words.num_refused}
-            scalars |= {"cut_instructions": encoders.text.num_truncated}
+            scalars |= {
+                "cut": text.num_truncated,
+                "step_s": step_s,
+                **phases,
+                "bad_samples": num_bad,
+                "refused": words.num_refused,
+            }
+            scalars |= {"samples_per_s": cfg.global_batch_size / step_s, "tokens_per_s": tokens / step_s}
             scalars |= {"mem_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
             run_log.scalars(step, scalars)
 

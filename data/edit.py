@@ -6,7 +6,7 @@ something.  "actions" in the .json is the plan (`data.edit_plan`).
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.captions import decode_text
+from data.captions import decode_text, language_row
 from data.edit_plan import EditPlan
 from data.images import MULTIPLE, decode_image, fit
 from data.reference_size import Size, area_size
@@ -113,6 +113,13 @@ def decode_mask(data: bytes, target: Size, trained: Size) -> Tensor:
 def category_row(category: str) -> int:
     """Return the place of a category in CATEGORIES; an unknown one is "other"."""
     return CATEGORIES.index(category if category in CATEGORIES else "other")
+
+
+def sample_labels(samples: Sequence, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight (0 = a filler), row of LANGUAGE_ROWS and row of CATEGORIES of samples as read, (B,) each."""
+    weights = torch.tensor([sample.plan.weight for sample in samples], device=device)
+    languages = torch.tensor([language_row(sample.plan.language) for sample in samples], device=device)
+    return weights, languages, torch.tensor([category_row(sample.category) for sample in samples], device=device)
 
 
 def token_weights(mask: Tensor | None, grid: tuple[int, int, int], inside: float) -> Tensor:

@@ -1,0 +1,2 @@
+def choose_wording(instruction, probability, draw):
+    return instruction
