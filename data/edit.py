@@ -77,8 +77,14 @@ def reference_members(members: Mapping[str, object], extensions: Iterable[str], 
 
 
 def mask_member(members: Mapping[str, object], extensions: Iterable[str]) -> str | None:
-    """Return the extension under which an edit's mask lies, or None."""
-    return next((name for e in extensions if (name := f"{MASK}.{e}") in members), None)
+    """Return the extension under which an edit's mask lies, or None.
+
+    Raises: ValueError if it is no picture's, or there are two.
+    """
+    found = [name for name in members if name.partition(".")[0] == MASK]
+    if len(found) > 1 or found and found[0] not in [f"{MASK}.{e}" for e in extensions]:
+        raise ValueError(f"its mask must be one picture, there is {' and '.join(found)}")
+    return found[0] if found else None
 
 
 def num_reference_tokens(sizes: Iterable[Size]) -> int:
