@@ -58,7 +58,7 @@ from utils.run_state import networks_tensors
 from utils.schedule import learning_rate
 
 NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
-DTYPES = ("float32", "bfloat16")
+DTYPES, TRAINABLE = ("float32", "bfloat16"), ("planner,renderer", "planner", "renderer")
 log = logging.getLogger("train")
 
 
@@ -233,8 +233,7 @@ def validate(networks: dict[str, nn.Module], encoders: Encoders, reader: Reader,
 def main(cfg: Config) -> None:
     # ---- 1. Distributed ---------------------------------------------------------------------------------------------
     counts = ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps")
-    trained = ("planner,renderer", "planner", "renderer")
-    check_values(cfg, counts, {"train": trained, "dtype": ("auto", *DTYPES), "reduce_dtype": DTYPES})
+    check_values(cfg, counts, {"train": TRAINABLE, "dtype": ("auto", *DTYPES), "reduce_dtype": DTYPES})
     device = init_distributed(cfg.timeout_s)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32")
@@ -302,15 +301,15 @@ def main(cfg: Config) -> None:
         check_base(state, base, cfg.model)
         plan.load_state(state["data"])
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank)
-    kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     words = WordFilter.from_file(cfg.refused_words) if cfg.refused_words else WordFilter(())
-    reading = sizes | seen_at | {"check_caption": words.check, "cache": kept, "max_bad_samples": cfg.max_bad_samples}
+    reading = sizes | seen_at | {"check_caption": words.check, "max_bad_samples": cfg.max_bad_samples}
+    reading["cache"] = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     reader, val_reader = (Reader(i, **reading) for i in (index, val_index))
     examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, **sizes)]
     timer, settings = PhaseTimer(device), SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale)
     drawing = settings, cfg.seed, cfg.max_tokens_per_micro_batch, rank, num_ranks
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
-    sizes_m = [f"{name} {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M" for name, net in networks.items()]
+    sizes_m = ", ".join(f"{n} {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M" for n, net in networks.items())
     log.info("%s, %d edits, %d ranks, from step %d to %d", sizes_m, len(index), num_ranks, start_step, cfg.num_steps)
     # ---- 6. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
@@ -378,27 +377,22 @@ def main(cfg: Config) -> None:
                 ema.update(step)
         # Log
         step_s, phases = time.perf_counter() - started, timer.collect()
-        shown = {name: means[name] for name in tallies if name in means}
-        run_log.progress(step + 1, shown | {"samples_per_s": cfg.global_batch_size / step_s})
+        rate = {"samples_per_s": cfg.global_batch_size / step_s}
+        run_log.progress(step + 1, {name: means[name] for name in tallies if name in means} | rate)
         if cfg.log_samples:
             run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
         if cfg.log_every and step % cfg.log_every == 0:
             scalars = means | {f"{name}_grad_norm": norm for name, norm in norms.items()}
             scalars |= {"lr": share * cfg.lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
-            scalars |= {
-                "cut": text.num_truncated,
-                "step_s": step_s,
-                **phases,
-                "bad_samples": num_bad,
-                "refused": words.num_refused,
-            }
-            scalars |= {"samples_per_s": cfg.global_batch_size / step_s, "tokens_per_s": tokens / step_s}
+            scalars |= phases | {"step_s": step_s, "bad_samples": num_bad, "refused": words.num_refused}
+            scalars |= rate | {"tokens_per_s": tokens / step_s, "cut_instructions": text.num_truncated}
             scalars |= {"mem_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
             run_log.scalars(step, scalars)
 
     # ---- 7. Tear-down -----------------------------------------------------------------------------------------------
     loader.close()
-    run_log.done(checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None)
+    saved = checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None
+    run_log.done(saved, f"tools.edit --model {folder} --image a.png --instruction 'Make the background pink.'")
     shutdown()
 
 
