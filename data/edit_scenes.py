@@ -34,7 +34,7 @@ COLOURS_ZH = {
 }  # fmt: skip
 TEXTS = {
     **{str(digit): f"{digit}\ufe0f\u20e3" for digit in range(10)},
-    "OK": "🆗", "NEW": "🆕", "FREE": "🆓", "COOL": "🆒", "SOS": "🆘", "ABC": "🔤", "A": "🅰", "B": "🅱",
+    "OK": "🆗", "NEW": "🆕", "FREE": "🆓", "COOL": "🆒", "SOS": "🆘", "abc": "🔤", "A": "🅰", "B": "🅱",
 }  # fmt: skip
 POSITIONS_ZH = {"left": "左边", "right": "右边", "top": "上边", "bottom": "下边"}
 KINDS = ("remove", "add", "replace", "background", "swap", "move", "recolor", "text")
