@@ -1,8 +1,8 @@
 """What Qwen2.5-VL's vision tower takes: pictures of any size as patches.
 
 Legend: N patches of all pictures, P pixels a patch side, M patches a merged token's side.
-Source: `transformers` Qwen2VLImageProcessorPil with its own settings; the released `preprocessor_config.json` differs in
-the upper bound alone, which no condition picture comes near.
+Source: `transformers` Qwen2VLImageProcessorPil with its own settings.  The released `preprocessor_config.json` has
+another upper bound, which no condition picture comes near.
 """
 
 import math
