@@ -390,7 +390,8 @@ def main(cfg: Config) -> None:
 
     # ---- 8. Tear-down -----------------------------------------------------------------------------------------------
     loader.close()
-    run_log.done(checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None)
+    try_it = f"tools.sample --run {folder} --prompt 'dog face' --prompt 狗脸"
+    run_log.done(checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None, try_it)
     shutdown()
 
 

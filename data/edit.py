@@ -6,7 +6,7 @@ something.  "actions" in the .json is the plan (`data.edit_plan`).
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.captions import decode_text
+from data.captions import decode_text, language_row
 from data.edit_plan import EditPlan
 from data.images import MULTIPLE, decode_image, fit
 from data.reference_size import Size, area_size
@@ -77,8 +77,14 @@ def reference_members(members: Mapping[str, object], extensions: Iterable[str], 
 
 
 def mask_member(members: Mapping[str, object], extensions: Iterable[str]) -> str | None:
-    """Return the extension under which an edit's mask lies, or None."""
-    return next((name for e in extensions if (name := f"{MASK}.{e}") in members), None)
+    """Return the extension under which an edit's mask lies, or None.
+
+    Raises: ValueError if it is no picture's, or there are two.
+    """
+    found = [name for name in members if name.partition(".")[0] == MASK]
+    if len(found) > 1 or found and found[0] not in [f"{MASK}.{e}" for e in extensions]:
+        raise ValueError(f"its mask must be one picture, there is {' and '.join(found)}")
+    return found[0] if found else None
 
 
 def num_reference_tokens(sizes: Iterable[Size]) -> int:
@@ -113,6 +119,13 @@ def decode_mask(data: bytes, target: Size, trained: Size) -> Tensor:
 def category_row(category: str) -> int:
     """Return the place of a category in CATEGORIES; an unknown one is "other"."""
     return CATEGORIES.index(category if category in CATEGORIES else "other")
+
+
+def sample_labels(samples: Sequence, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight (0 = a filler), row of LANGUAGE_ROWS and row of CATEGORIES of samples as read, (B,) each."""
+    weights = torch.tensor([sample.plan.weight for sample in samples], device=device)
+    languages = torch.tensor([language_row(sample.plan.language) for sample in samples], device=device)
+    return weights, languages, torch.tensor([category_row(sample.category) for sample in samples], device=device)
 
 
 def token_weights(mask: Tensor | None, grid: tuple[int, int, int], inside: float) -> Tensor:

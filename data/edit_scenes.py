@@ -7,7 +7,7 @@ import random
 import tomllib
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from PIL import Image
 
 from data.edit_plan import BOX_SIDE
 from data.emoji_captions import COLOURS, with_article
-from data.emoji_table import Emoji, draw_scene, load_emoji, picture_rgba
+from data.emoji_table import Emoji, draw_scene, load_emoji, scaled_rgba
 
 # Things that people know at sight, by themselves and small.
 THINGS = "🐶🐱🦁🐯🐴🐮🐷🐭🐰🐻🐼🐸🐵🦊🍎🍌🍇🍓🍉🍊🍋🥕🌽🍞🍕🍔🎂🍩⚽🏀🎸🎺🚗🚌🚲⛵🚀🏠🌲🌻🌹🍄⭐🔑📕☂🎩👑🔔💎"
@@ -34,7 +34,7 @@ COLOURS_ZH = {
 }  # fmt: skip
 TEXTS = {
     **{str(digit): f"{digit}\ufe0f\u20e3" for digit in range(10)},
-    "OK": "🆗", "NEW": "🆕", "FREE": "🆓", "COOL": "🆒", "SOS": "🆘", "ABC": "🔤", "A": "🅰", "B": "🅱",
+    "OK": "🆗", "NEW": "🆕", "FREE": "🆓", "COOL": "🆒", "SOS": "🆘", "abc": "🔤", "A": "🅰", "B": "🅱",
 }  # fmt: skip
 POSITIONS_ZH = {"left": "左边", "right": "右边", "top": "上边", "bottom": "下边"}
 KINDS = ("remove", "add", "replace", "background", "swap", "move", "recolor", "text")
@@ -86,7 +86,6 @@ class EditPair:
     actions: list[dict] | None = None
     mask: Image.Image | None = None
     held_out: bool = False
-    chars: list[str] = field(default_factory=list)
 
 
 @cache
@@ -134,10 +133,14 @@ def _background_mask(canvas: Canvas, things: dict[str, Thing]) -> Image.Image:
     covered = Image.new("RGBA", canvas.size, (0, 0, 0, 0))
     for place, thing in things.items():
         left, top, right, _ = canvas.box(place)
-        side = right - left
-        picture = picture_rgba(thing.key).convert("RGBa").resize((side, side), Image.Resampling.LANCZOS)
-        covered.alpha_composite(picture.convert("RGBA"), (left, top))
+        covered.alpha_composite(scaled_rgba(thing.key, right - left), (left, top))
     return Image.fromarray(np.where(np.asarray(covered)[..., 3] == 255, 0, 255).astype(np.uint8), "L")
+
+
+def _is_held_out(kind: str, background: str, *scenes: dict[str, Thing]) -> bool:
+    """Return whether an edit is for validation: by what stands where before and after, however it was drawn."""
+    content = [sorted((place, thing.key) for place, thing in scene.items()) for scene in scenes]
+    return zlib.crc32(repr((kind, background, content)).encode()) % _HELD_OUT == 0
 
 
 def scene_edit(rng: random.Random, kind: str) -> EditPair:
@@ -150,6 +153,9 @@ def scene_edit(rng: random.Random, kind: str) -> EditPair:
     new_background = background
     if kind == "recolor":
         (en, zh), colours = rng.choice(list(COLOURED.items()))
+        own = {find_emoji(char).key for char in colours.values()}  # which of two books would be meant?
+        second = rng.choice([thing for thing in _things() if thing.key not in own])
+        before[there] = after[there] = second
         was, style = rng.sample(list(colours), 2)
         first, third = (Thing(find_emoji(colours[c]).key, en, zh) for c in (was, style))
         before[here], after[here] = first, third
@@ -192,7 +198,6 @@ def scene_edit(rng: random.Random, kind: str) -> EditPair:
     names |= {"position": (position, POSITIONS_ZH[position])}
     names.setdefault("target", (first.en, first.zh))
     mask = _background_mask(canvas, before) if kind == "background" else _mask(canvas, changed)
-    content = [kind, here, *(thing.key for thing in (*before.values(), *after.values())), background]
     return EditPair(
         [_draw(canvas, background, before)],
         _draw(canvas, new_background, after),
@@ -200,7 +205,7 @@ def scene_edit(rng: random.Random, kind: str) -> EditPair:
         CATEGORY[kind],
         actions,
         mask,
-        held_out=zlib.crc32(" ".join(content).encode()) % _HELD_OUT == 0,
+        held_out=_is_held_out(kind, background, before, after),
     )
 
 
@@ -231,7 +236,7 @@ def composed_edit(rng: random.Random, kind: str) -> EditPair:
         references, mask = [], None
         actions = [{k: v for k, v in insert.items() if k != "bbox"} for insert in inserts]
         actions.append({"action": "background", "style": background})
-    content = [kind, here, first.key, second.key, background]
-    held_out = zlib.crc32(" ".join(content).encode()) % _HELD_OUT == 0
-    target = _draw(canvas, background, after)
-    return EditPair(references, target, _captions(kind, **names), CATEGORY[kind], actions, mask, held_out)
+    target, captions = _draw(canvas, background, after), _captions(kind, **names)
+    return EditPair(
+        references, target, captions, CATEGORY[kind], actions, mask, held_out=_is_held_out(kind, background, after)
+    )

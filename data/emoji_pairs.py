@@ -3,14 +3,18 @@
 import itertools
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
+from data.edit_plan import BOX_SIDE
 from data.edit_scenes import COLOURED, COLOURS_ZH, TEXTS, EditPair, find_emoji
 from data.emoji_captions import with_article
-from data.emoji_table import draw_emoji, load_emoji
+from data.emoji_table import draw_emoji, load_emoji, picture_rgba
 
 SIDE = 96  # pixels
+_HELD_OUT = 10  # one pair in so many is for validation
 _JOINER = "\u200d"
 _TONES = {
     "\U0001f3fb": ("light", "浅"), "\U0001f3fc": ("medium-light", "中浅"), "\U0001f3fd": ("medium", "中等"),
@@ -34,43 +38,59 @@ _ARROWS = {
 Found = tuple[str, str, str, str]  # before, after, instruction in English, in Chinese
 
 
-def whole_emoji_edits(cap: int, seed: str) -> list[EditPair]:
+def whole_emoji_edits(cap: int, split: str) -> list[EditPair]:
     """Return up to `cap` pairs of each category and rule, on white, without masks: the rules' own names are the plans.
 
-    Which pairs are kept is a function of `seed`.
+    split: "train" or "validation", which has pairs that training has not, of rules whose wordings training has.
     """
     pairs = []
     for category, rule in _RULES:
         found = sorted(set(rule()))
-        for before, after, en, zh in random.Random(f"{seed} {rule.__name__} {category}").sample(
-            found, min(cap, len(found))
-        ):
+        random.Random(f"{split} {rule.__name__} {category}").shuffle(found)
+        chosen = (pair for pair in found if _split_of(*pair[:2]) == split)
+        for before, after, en, zh in itertools.islice(chosen, cap):
             first, second = find_emoji(before), find_emoji(after)
+            pictures = [draw_emoji(emoji.key, SIDE) for emoji in (first, second)]
             actions = [_action(category, first.en, second.en, en)]
-            pairs.append(
-                EditPair(
-                    [draw_emoji(first.key, SIDE)],
-                    draw_emoji(second.key, SIDE),
-                    {"en": [en], "zh": [zh]},
-                    category,
-                    actions,
-                    held_out=False,
-                    chars=[first.char, second.char],
-                )  # fmt: skip
-            )
+            pairs.append(EditPair(pictures[:1], pictures[1], {"en": [en], "zh": [zh]}, category, actions))
     return pairs
+
+
+def _pictures(before: str, after: str) -> tuple[bytes, bytes]:
+    first, second = (picture_rgba(find_emoji(char).key).tobytes() for char in (before, after))
+    return first, second
+
+
+@cache
+def _of_tables() -> frozenset[tuple[bytes, bytes]]:
+    pairs = [*_additions(), *_removals(), *((before, after) for before, after, *_ in _table("emoji_changes.txt"))]
+    return frozenset(_pictures(*pair[:2]) for pair in pairs)
+
+
+def _split_of(before: str, after: str) -> str | None:
+    """Return a pair's split, by its pictures; None if both are the same one, as of some variants they are.
+
+    The wordings of the tables are each of one pair alone, so those are all for training.
+    """
+    first, second = pictures = _pictures(before, after)
+    if first == second:
+        return None
+    is_held_out = zlib.crc32(first + second) % _HELD_OUT == 0 and pictures not in _of_tables()
+    return "validation" if is_held_out else "train"
 
 
 def _action(category: str, before: str, after: str, instruction: str) -> dict:
     """Return a plan's action for the whole picture."""
     kind = {"add": "insert", "text": "add_text"}.get(category, category)
-    action = {"action": kind, "target": before, "bbox": [0, 0, 1000, 1000]}
+    action = {"action": kind, "target": before, "bbox": [0, 0, BOX_SIDE, BOX_SIDE]}
     if category == "replace":
         action["object"] = after
     elif category == "text":
-        action["content"] = re.findall(r'"([^"]*)"', instruction)[-1]
+        action["target"], action["content"] = re.findall(r'"([^"]*)"', instruction)
     elif category in ("recolor", "transform"):
-        action["style"] = instruction.rstrip(".")
+        action["style"] = instruction.rpartition(" to ")[2].rstrip(".").strip('"')
+    elif category == "remove":
+        action["target"] = re.sub("^Remove (the )?", "", instruction).rstrip(".")
     elif category == "add":
         action["object"] = instruction.removeprefix("Add ").rstrip(".")
     return action

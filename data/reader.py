@@ -56,6 +56,11 @@ class Sample:
     mask: Tensor | None = None  # of an edit: bool (H, W), True where it may change something, if that is known
     plan_text: str | None = None  # of an edit: its actions, if they are known
 
+    @property
+    def category(self) -> str:
+        """What its .json says it is of."""
+        return self.reader.index[self.plan.index].group
+
     def read_pixels(self) -> Tensor:
         """Return the picture, uint8 (3, H, W), from the shard if it was not read ahead."""
         return self.pixels if self.pixels is not None else self.reader.read_pixels(self.plan.index)

@@ -105,6 +105,15 @@ def latest(folder: Path) -> int | None:
     return None
 
 
+def load_latest(folder: Path, tensors: dict[str, Tensor]) -> tuple[int, dict | None]:
+    """Fill `tensors` from the newest valid checkpoint and return its step and state; 0 and None if there is none.
+
+    Raises: ValueError as `load` does.
+    """
+    step = latest(folder)
+    return (0, None) if step is None else (step, load(folder, step, tensors))
+
+
 class StoredTensors:
     """The tensors of one checkpoint, read one at a time on this process alone, whatever mesh saved them.
 

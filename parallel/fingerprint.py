@@ -43,7 +43,9 @@ def _weighted_sum(tensor: Tensor) -> Tensor:
     rows, columns = (*local_slice(tensor), slice(0, 1))[:2]
     bits = local.detach().reshape(rows.stop - rows.start, columns.stop - columns.start)
     bits = bits.contiguous().view(_BITS[local.element_size()])
-    row_weights, column_weights = (_position_weights(part, local.device) for part in (rows, columns))
+    row_weights, column_weights = (
+        _position_weights(dim, part, local.device) for dim, part in enumerate((rows, columns))
+    )
     height = max(1, _CHUNK // max(1, bits.shape[1]))
     parts = zip(bits.split(height), row_weights.split(height), strict=True) if bits.numel() else ()
     total = torch.zeros((), dtype=torch.int64, device=local.device)
@@ -59,8 +61,8 @@ def _counts_here(tensor: Tensor) -> bool:
     return all(index == 0 for placement, index in coordinates if isinstance(placement, Replicate))
 
 
-def _position_weights(part: slice, device: torch.device) -> Tensor:
-    """Return an odd pseudo-random number for each position."""
-    x = torch.arange(part.start + 1, part.stop + 1, device=device) * _STEP
+def _position_weights(dim: int, part: slice, device: torch.device) -> Tensor:
+    """Return an odd pseudo-random number for each position along a dimension; those of rows and columns differ."""
+    x = (2 * torch.arange(part.start, part.stop, device=device) + 1 + dim) * _STEP
     x = (x ^ (x >> 30)) * _MIX
     return (x ^ (x >> 27)) | 1

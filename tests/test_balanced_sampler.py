@@ -294,3 +294,12 @@ def test_categories_without_a_share_are_named(caplog):
     with caplog.at_level("WARNING", "train"):
         CategoryBalancedSampler(MOSTLY_TEXT, {"text": 1, "remove": 1}, 1, 0)
     assert "27 of 200 samples are of categories without a share ('add', 'recolor'): never visited" in caplog.text
+
+
+def test_ranks_are_those_of_torch_distributed(monkeypatch):
+    alone = CategoryBalancedSampler(MOSTLY_TEXT)
+    assert (alone.num_replicas, alone.rank, alone.global_batch_size) == (1, 0, 1)
+    for name, value in (("is_initialized", True), ("get_world_size", 4), ("get_rank", 3)):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    given = CategoryBalancedSampler(MOSTLY_TEXT, None, 4, 3, 0, 4)
+    assert list(CategoryBalancedSampler(MOSTLY_TEXT)) == list(given)

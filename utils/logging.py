@@ -113,8 +113,8 @@ class RunLog:
                 self._samples_seen.close()
         _remove_handlers()
 
-    def done(self, checkpoint: Path | None) -> None:
-        """Finish every file and say where what was made lies."""
+    def done(self, checkpoint: Path | None, try_it: str) -> None:
+        """Finish every file and say where what was made lies; try_it: a module's command line, without --run."""
         self.close()
         if not self.is_main:
             return
@@ -122,7 +122,7 @@ class RunLog:
         print(f"  curves      .venv/bin/tensorboard --logdir {self.folder}")
         if checkpoint is not None:
             print(f"  checkpoint  {checkpoint}")
-            print(f"  try it      ./launch.sh -m tools.sample --run {self.folder} --prompt 'dog face' --prompt 狗脸")
+            print(f"  try it      ./launch.sh -m {try_it}")
 
 
 class _Console(logging.Handler):

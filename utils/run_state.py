@@ -19,3 +19,20 @@ def run_tensors(
     tensors: dict[str, Tensor] = {f"model.{name}": parameter for name, parameter in trained.items()}
     tensors |= {f"ema.{name}": average for name, average in ema.tensors().items()}
     return tensors | {f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer, trained).items()}
+
+
+def networks_tensors(
+    trained: Mapping[str, Mapping[str, nn.Parameter]],
+    ema: EMA | None,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> dict[str, Tensor]:
+    """Return the same of several networks, as "<network>.…", "ema.…" (of one of them) and "optimizer.<network>.…".
+
+    Of a ZeRO optimizer it is this rank's part.
+    """
+    tensors: dict[str, Tensor] = {f"ema.{name}": average for name, average in (ema.tensors() if ema else {}).items()}
+    for network, parameters in trained.items():
+        tensors |= {f"{network}.{name}": parameter for name, parameter in parameters.items()}
+        state = optimizer_tensors(optimizers[network], parameters)
+        tensors |= {f"optimizer.{network}.{name}": value for name, value in state.items()}
+    return tensors
