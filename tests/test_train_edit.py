@@ -13,6 +13,7 @@ from PIL import Image
 
 from parallel import checkpoint
 from tests.edit_shards import write_edit_shard
+from tools import evaluate_edit
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FAST = [
@@ -129,6 +130,14 @@ def test_everything_a_run_should_leave(folder, tmp_path):
     assert watched[0]["val_loss"] == pytest.approx(2.0, abs=0.5)  # the network says zero
     assert {"val_loss_zh", "val_loss_en", "val_loss_remove", "val_plan_loss", "val_plan_exact"} <= watched[0].keys()
     assert not any("visual" in name for name in state(run, 2))  # frozen: neither trained nor stored
+
+    evaluate_edit.main(evaluate_edit.Config(run=str(run), num_edits=11, num_steps=2))
+    report = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))["groups"]
+    assert {"all", "en", "zh", "remove", "background"} <= report.keys() and (run / "evaluation.png").exists()
+    assert report["all"]["edits"] == report["en"]["edits"] + report["zh"]["edits"]
+    # A copy is right outside by construction; noise is worse than what the VAE can do.
+    assert report["all"]["copy"]["outside"] == 0 < report["all"]["copy"]["inside"]
+    assert report["all"]["vae"]["inside"] < report["all"]["untrained"]["inside"]
 
 
 @pytest.mark.parametrize("part", ["planner", "renderer"])
