@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from data.emoji_table import draw_emoji, load_emoji
 from model.text_encoder import TextEncoder
 from tests.edit_pipeline import TINY, as_tensor
-from tools.tiny_vision import FrozenReader, load_with_new_tower, random_scene, save_vision
+from tools.tiny_scenes import random_scene
+from tools.tiny_vision import FrozenReader, load_with_new_tower, save_vision
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,10 @@ import torch
 from data.emoji import small_list
 from data.emoji_table import load_emoji
 from model.text_encoder import TextEncoder
+from tools.tiny_scenes import emoji_lists
 from tools.tiny_text import WIDTH, retrieval, save_text, train_text_encoder, train_tokenizer
 from tools.tiny_vae import save_vae, train_vae, validation_psnr
-from tools.tiny_vision import picture_retrieval, save_vision, train_vision
+from tools.tiny_vision import picture_retrieval, train_vision
 from utils.config import parse, run_main
 
 TRANSFORMER = {
@@ -90,12 +91,10 @@ def main(cfg: Config) -> None:
         save_text(model, tokenizer, folder)
     if cfg.part in ("all", "text", "vision"):
         tokenizer = TextEncoder.tokenizer_only(folder).tokenizer
-        model = train_vision(folder, tokenizer)
-        save_vision(model, folder)
-        model, everyone = TextEncoder.from_folder(folder, torch.device("cpu"), with_vision=True).vlm, load_emoji()
-        for name, chars in (("curated", small_list()), ("all", everyone)):
-            plain = [c for c in chars if "skin tone" not in everyone[c].en]
-            print(f"vision: picture to name, {name} {len(plain)}: {picture_retrieval(model, tokenizer, plain)}")
+        train_vision(folder, tokenizer)
+        model = TextEncoder.from_folder(folder, torch.device("cpu"), with_vision=True).vlm
+        for name, emoji in zip(("curated", "in scenes", "all"), emoji_lists(), strict=True):
+            print(f"vision: picture to name, {name} {len(emoji)}: {picture_retrieval(model, tokenizer, emoji)}")
     if cfg.part in ("all", "vae"):
         vae = train_vae()
         print(f"vae: {validation_psnr(vae):.2f} dB on the held-out emoji")

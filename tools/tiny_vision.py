@@ -1,9 +1,11 @@
 """Recipe of the tiny vision tower: what its tokens say is what the frozen language model's words say.
 
 The tower of Qwen2.5-VL stands in for a pretrained one, so it may see every emoji.  The language model, its embeddings
-and the tokenizer stay as `tools.tiny_text` made them, bit by bit.  A symmetric contrastive loss (InfoNCE, arXiv
-1807.03748) pulls the mean state of the tokens where a thing lies towards the mean states of its name, and that of a
-whole scene towards its caption, in both languages; a small next-token loss asks for the caption after the picture.
+and the tokenizer stay as `tools.tiny_text` made them, bit by bit.  By contrast (InfoNCE, arXiv 1807.03748) the mean
+state of the tokens where a thing lies is to be nearest to that of its name among all names, in both languages, and the
+mean state of a whole picture to that of its caption among the batch's; a small next-token loss asks for the caption
+after the picture.  What made it learn within minutes: matrices stepped by Muon, patches whitened from the start, and
+tokens of a size at which the first layer does not drown them.
 
 Called by `python -m tools.make_tiny --part vision`.
 """
@@ -12,19 +14,15 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from data.emoji import small_list
-from data.emoji_captions import COLOURS, emoji_captions, scene_captions
-from data.emoji_table import Emoji, draw_scene, load_emoji
+from data.emoji_table import Emoji, load_emoji
 from model.templates import (
     EDIT_PREFIX,
     PICTURE_LABEL,
@@ -35,57 +33,16 @@ from model.templates import (
 )
 from model.text_encoder import TextEncoder
 from model.vision_input import VisionGeometry
+from tools.tiny_scenes import Scene, draw, emoji_lists, random_scene
 from utils.muon import Muon
 
 TOWER = {"depth": 2, "hidden_size": 128, "intermediate_size": 384, "num_heads": 4, "fullatt_block_indexes": [1]}
 _VISUAL = "visual."
 _TEMPERATURE = 0.05
-_MATRIX_LR, _OTHER_LR = 8e-3, 1e-3
+_MATRIX_LR, _OTHER_LR = 8e-3, 1e-3  # at their peak
 _PICTURE_SCALE = 10.0  # of a picture's tokens when training starts, against words: above what the first layer adds
-_CURATED = 0.75  # share of pictures of the curated list alone
-# Width and height in pixels, and each thing's place (key of PLACES), centre and side.
-_LAYOUTS = [
-    (128, 64, [("left", 32, 32, 56), ("right", 96, 32, 56)]),
-    (64, 128, [("top", 32, 32, 56), ("bottom", 32, 96, 56)]),
-    (96, 96, [("left", 24, 48, 44), ("right", 72, 48, 44)]),
-]
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A picture, uint8 (3, H, W), its captions, and its things with their boxes: left, top, right, bottom in pixels."""
-
-    pixels: Tensor
-    captions: dict[str, list[str]]
-    things: list[tuple[Emoji, tuple[float, float, float, float]]]
-
-
-def draw(
-    size: tuple[int, int], things: Sequence[tuple[Emoji, float, float, float]], colour: str
-) -> tuple[Tensor, list[tuple[Emoji, tuple[float, float, float, float]]]]:
-    """Draw things given with their centre and side; return the picture and the things' boxes."""
-    placed = [(emoji.key, (x, y, side)) for emoji, x, y, side in things]
-    picture = draw_scene(size, COLOURS[colour][0], placed)
-    boxes = [(e, (x - s / 2, y - s / 2, x + s / 2, y + s / 2)) for e, x, y, s in things]
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1), boxes
-
-
-def random_scene(rng: random.Random, emoji: Sequence[Emoji]) -> Scene:
-    """Return one thing that fills a square, or one or two of them in their places."""
-    colour = rng.choice(list(COLOURS))
-    if rng.random() < 0.5:
-        thing, side = rng.choice(emoji), rng.choice([96, 96, 90, 84])
-        pixels, boxes = draw((96, 96), [(thing, 48, 48, side)], rng.choice(["white", colour]))
-        return Scene(pixels, emoji_captions(thing.en, thing.zh), boxes)
-    width, height, places = rng.choice(_LAYOUTS)
-    places = rng.sample(places, rng.choice([1, 2, 2, 2]))
-    chosen = rng.sample(emoji, len(places))
-    things = []
-    for thing, (_, x, y, side) in zip(chosen, places, strict=True):
-        things.append((thing, x + rng.uniform(-2, 2), y + rng.uniform(-2, 2), rng.uniform(0.93, 1.07) * side))
-    pixels, boxes = draw((width, height), things, colour)
-    named = [(e.en, e.zh, place) for e, (place, *_) in zip(chosen, places, strict=True)]
-    return Scene(pixels, scene_captions(named, colour), boxes)
+# Of each phase: steps, learning rates against those above, and shares of pictures of the three lists of `emoji_lists`.
+_PHASES = [(1250, 1.0, (0.75, 0.0, 0.25))]
 
 
 class FrozenReader:
@@ -192,6 +149,14 @@ def load_with_new_tower(folder: Path, seed: int = 0) -> Qwen2_5_VLForConditional
     return model
 
 
+def load_with_tower(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
+    """Load `text_encoder/` in float32, frozen but for its tower."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=torch.float32)
+    model.requires_grad_(False)
+    model.model.visual.requires_grad_(True)
+    return model
+
+
 @torch.no_grad()
 def _start_tower(model: Qwen2_5_VLForConditionalGeneration, seed: int) -> None:
     """Start a tower where a narrow one learns: with weights of the size of its width, and patches told apart.
@@ -216,22 +181,27 @@ def _start_tower(model: Qwen2_5_VLForConditionalGeneration, seed: int) -> None:
     tower.patch_embed.proj.weight.copy_(whitened.view_as(tower.patch_embed.proj.weight))
 
 
-def train_vision(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, num_steps: int = 1250, batch: int = 48, seed: int = 0
-) -> Qwen2_5_VLForConditionalGeneration:
-    """Train the tower on the CPU, about eight minutes of one core."""
-    model, rng = load_with_new_tower(folder, seed), random.Random(seed)
-    reader = FrozenReader(model, tokenizer)
-    table = load_emoji()
-    curated = [table[char] for char in small_list()]
-    emoji = curated + [e for e in table.values() if e.char not in small_list() and "skin tone" not in e.en]
-    number = {e.char: i for i, e in enumerate(emoji)}
-    names = [reader.of_texts([e.en for e in emoji]), reader.of_texts([e.zh for e in emoji])]
+def train_vision(folder: Path, tokenizer: PreTrainedTokenizerBase, batch: int = 48) -> None:
+    """Train the tower of a released folder on the CPU, eight minutes of one core; each phase ends in its file."""
+    for phase in range(len(_PHASES)):
+        model = load_with_new_tower(folder) if phase == 0 else load_with_tower(folder)
+        _train_phase(model, tokenizer, phase, batch)
+        save_vision(model, folder)
+
+
+def _train_phase(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, phase: int, batch: int
+) -> None:
+    num_steps, share_of_lr, shares = _PHASES[phase]
+    rng, reader, lists = random.Random(phase), FrozenReader(model, tokenizer), emoji_lists()
+    everyone = lists[-1]
+    number = {e.char: i for i, e in enumerate(everyone)}
+    names = [reader.of_texts([e.en for e in everyone]), reader.of_texts([e.zh for e in everyone])]
     trained = list(model.model.visual.parameters())
     matrices, others = [p for p in trained if p.ndim == 2], [p for p in trained if p.ndim != 2]
     optimizers = [
-        Muon(matrices, _MATRIX_LR, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=_OTHER_LR, betas=(0.9, 0.98), weight_decay=0.01),
+        Muon(matrices, share_of_lr * _MATRIX_LR, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=share_of_lr * _OTHER_LR, betas=(0.9, 0.98), weight_decay=0.01),
     ]
     schedules = [
         torch.optim.lr_scheduler.OneCycleLR(o, o.param_groups[0]["lr"], num_steps, pct_start=0.1, cycle_momentum=False)
@@ -239,7 +209,7 @@ def train_vision(
     ]
     start = time.process_time()
     for step in range(num_steps):
-        scenes = [random_scene(rng, curated if rng.random() < _CURATED else emoji) for _ in range(batch)]
+        scenes = [random_scene(rng, rng.choices(lists, shares)[0]) for _ in range(batch)]
         captions = [rng.choice(scene.captions[rng.choice(["en", "zh"])]) for scene in scenes]
         grids, language = reader.of_pictures([scene.pixels for scene in scenes], captions)
         things = [(grid, scene, *thing) for grid, scene in zip(grids, scenes, strict=True) for thing in scene.things]
@@ -259,16 +229,16 @@ def train_vision(
         if step % 25 == 0 or step == num_steps - 1:
             found = (seen.detach() @ names[0].T).argmax(1) == right
             print(
-                f"vision step {step}/{num_steps} things {local.item():.3f} ({found.float().mean():.0%} found) scenes "
-                f"{overall.item():.3f} next token {language.item():.3f} {time.process_time() - start:.0f} s of CPU",
+                f"vision phase {phase} step {step}/{num_steps} things {local.item():.3f} ({found.float().mean():.0%} "
+                f"found) scenes {overall.item():.3f} next token {language.item():.3f} "
+                f"{time.process_time() - start:.0f} s of CPU",
                 flush=True,
             )
-    return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def picture_retrieval(
-    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, chars: Sequence[str], seed: int = 1
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, emoji: Sequence[Emoji], seed: int = 1
 ) -> dict[str, float]:
     """Return how often the nearest of all the names is the right one, by mean states.
 
@@ -276,8 +246,6 @@ def picture_retrieval(
     tokens where it lies, with the English names.
     """
     reader, rng = FrozenReader(model, tokenizer), random.Random(seed)
-    table = load_emoji()
-    emoji = [table[char] for char in chars]
 
     def said(names: list[str]) -> Tensor:
         return torch.cat([reader.of_texts(names[i : i + 128]) for i in range(0, len(names), 128)])
