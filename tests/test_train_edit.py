@@ -11,8 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from model.mmdit import MMDiTConfig
 from parallel import checkpoint
 from tests.edit_shards import write_edit_shard
+from tests.released_folder import make_released
 from tools import evaluate_edit
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -145,6 +147,24 @@ def test_trains_either_alone(folder, tmp_path, part):
     train(folder, tmp_path / "run", "--train", part, "--num_steps", "2", "--save_every", "2", ranks=2)
     parts = {name.split(".")[0] for name in state(tmp_path / "run", 2)} - {"optimizer"}
     assert parts == ({"planner"} if part == "planner" else {"renderer", "ema"})
+
+
+def test_adapters_of_the_renderer(folder, tmp_path):
+    """DDP with adapters: what is stored is theirs alone, the same on 1 rank and, resumed, on 2."""
+    config = MMDiTConfig(
+        num_layers=2, attention_head_dim=8, num_attention_heads=4, joint_attention_dim=128, axes_dims_rope=(2, 2, 4)
+    )
+    model = make_released(tmp_path / "model", config)
+    flags = ["--model", str(model), "--train", "renderer", "--lora_rank", "2", "--save_every", "2"]
+    train(folder, tmp_path / "one", *flags, "--num_steps", "4")
+    train(folder, tmp_path / "two", *flags, "--num_steps", "2", ranks=2)
+    train(folder, tmp_path / "two", *flags, "--num_steps", "4", ranks=2)
+    expected, mine = state(tmp_path / "one", 4), state(tmp_path / "two", 4)
+    weights = {name for name in expected if not name.startswith("optimizer.")}
+    assert expected.keys() == mine.keys() and all(".lora_" in name for name in weights)
+    for name in weights:
+        assert (mine[name] - expected[name]).abs().mean() <= 1e-5 * expected[name].abs().mean() + 1e-6, name
+    assert any(expected[name].abs().max() > 0 for name in weights if ".lora_B." in name)
 
 
 @pytest.mark.parametrize(
