@@ -118,11 +118,12 @@ def test_pictures_are_of_the_three_sizes_and_none_is_scaled(everything):
 def test_outside_the_mask_nothing_changes_and_inside_something_does(everything):
     scenes = [edit for edit in everything if edit.region is not None]
     assert len(scenes) > 4500
-    for edit in scenes:
+    for edit in random.Random(0).sample(scenes, 1500):
         changed = (edit.pixels("ref0.png") != edit.pixels("png")).any(axis=2)
         assert changed.any() and not (changed & ~edit.region).any(), edit.key
     for edit in everything:
-        assert edit.meta["references"] == 0 or not np.array_equal(edit.pixels("ref0.png"), edit.pixels("png")), edit.key
+        if edit.meta["references"] and edit.region is None:
+            assert not np.array_equal(edit.pixels("ref0.png"), edit.pixels("png")), edit.key
 
 
 def box_of(region: np.ndarray) -> list[int]:
@@ -168,24 +169,20 @@ def test_what_is_at_a_place_is_what_the_plan_says(everything):
     names = {find_emoji(char).key: find_emoji(char).en for char in chars}
     names |= {find_emoji(char).key: text for text, char in TEXTS.items()}
     coloured = {find_emoji(c).key: (en, colour) for (en, _), cs in COLOURED.items() for colour, c in cs.items()}
-    for key in names:
-        for side in {round(canvas.places[place][2]) for canvas in CANVASES for place in canvas.places}:
-            scaled = picture_rgba(key).convert("RGBa").resize((side, side), Image.Resampling.LANCZOS)
-            pictures[key, side] = np.asarray(scaled.convert("RGBA"), np.float32)
+    for side in {round(canvas.places[place][2]) for canvas in CANVASES for place in canvas.places}:
+        scaled = [picture_rgba(key).convert("RGBa").resize((side, side), Image.Resampling.LANCZOS) for key in names]
+        pictures[side] = np.stack([np.asarray(picture.convert("RGBA"), np.float32) for picture in scaled])
 
     def seen(pixels: np.ndarray, place: str) -> str | None:
-        canvas = SLOTS[pixels.shape[1::-1]]
-        left, top, right, bottom = canvas.box(place)
-        background = pixels[0, 0].astype(np.float32)
-        slot = pixels[top:bottom, left:right].astype(np.float32)
-        errors = {None: np.abs(slot - background).mean()}
-        for key in names:
-            rgba = pictures[key, right - left]
-            alpha = rgba[..., 3:] / 255
-            errors[key] = np.abs(slot - (rgba[..., :3] * alpha + background * (1 - alpha))).mean()
-        best = min(errors, key=errors.get)
-        assert errors[best] < 1
-        return best
+        left, top, right, bottom = SLOTS[pixels.shape[1::-1]].box(place)
+        background, slot = pixels[0, 0].astype(np.float32), pixels[top:bottom, left:right].astype(np.float32)
+        colours, alpha = pictures[right - left][..., :3], pictures[right - left][..., 3:] / 255
+        errors = np.abs(slot - (colours * alpha + background * (1 - alpha))).mean(axis=(1, 2, 3))
+        if (empty := np.abs(slot - background).mean()) < errors.min():
+            assert empty == 0
+            return None
+        assert errors.min() < 1
+        return list(names)[errors.argmin()]
 
     checked = Counter()
     for edit in random.Random(1).sample([e for e in everything if e.region is not None], 200):
@@ -294,8 +291,8 @@ def _build(folder: str) -> str:
 
 
 def test_processes_at_once_agree_and_bytes_are_reproducible(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
-        folders = set(pool.map(_build, [str(tmp_path / "a")] * 4 + [str(tmp_path / "b")]))
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        folders = set(pool.map(_build, [str(tmp_path / name) for name in "aab"], chunksize=1))
     assert len(folders) == 2 and all(len(list((tmp_path / name).iterdir())) == 1 for name in "ab")
     one, two = ({p.name: p.read_bytes() for p in Path(folder).iterdir()} for folder in folders)
     assert one == two and len(one) == 11
@@ -307,7 +304,7 @@ def test_a_crash_leaves_nothing_behind(tmp_path, monkeypatch):
     def crash(pair):
         raise RuntimeError("power cut")
 
-    monkeypatch.setattr(emoji_edits, "_members", crash)
+    monkeypatch.setattr(emoji_edits, "pair_members", crash)
     with pytest.raises(RuntimeError):
         build_edits(tmp_path)
     assert not list(tmp_path.iterdir())
