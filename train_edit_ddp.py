@@ -74,7 +74,7 @@ class Config:
     run_folder: str = "runs/edit"  # everything this run writes; an existing one is resumed
     cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
     # Batch and length
-    num_steps: int = 900  # optimizer steps
+    num_steps: int = 800  # optimizer steps
     global_batch_size: int = 64  # samples an optimizer step, over all ranks
     max_tokens_per_micro_batch: int = 8192  # image and text tokens a rank holds at once: sets the memory
     max_pixels: int = 1024 * 1024  # larger targets are scaled down to this area, aspect kept
@@ -125,11 +125,11 @@ class Config:
     max_bad_samples: int = 100  # unreadable or refused samples replaced before the run gives up
     # Watching; 0 = never
     log_every: int = 10  # steps between lines of metrics.jsonl
-    eval_every: int = 300
+    eval_every: int = 200
     eval_samples: int = 64  # validation samples, each at eight times and in each language it has
-    sample_every: int = 300
+    sample_every: int = 400
     num_examples: int = 12  # held-out edits drawn as reference | result | target
-    save_every: int = 450
+    save_every: int = 400
     keep_checkpoints: int = 2
     log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
     sample_steps: int = 20  # sampler steps
