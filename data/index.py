@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from data.captions import parse_wordings
+from data.edit import mask_member, parse_edit, reference_members
 from data.encoded import EXTENSION, EncodedMember
 from data.images import shown_size
 from data.index_folder import IndexFolder
-from data.index_part import META_EXTENSIONS, IndexedSample, IndexPart, Kind, SampleRecord
+from data.index_part import META_EXTENSIONS, IndexedSample, IndexPart, Kind, PictureMember, SampleRecord
 from data.index_summary import IndexSummary
+from data.reference_size import area_size
 from data.tar import tar_samples
 from data.versions import Version, shard_versions
 from utils.checksum import crc32
@@ -126,16 +128,19 @@ class Index:
 
 def build_index(
     shards: Sequence[str],
-    count_tokens: Callable[[str], int],
+    count_tokens: Callable[..., int],
     tokenizer_id: str,
     cache_folder: Path,
     rank: int = 0,
     num_ranks: int = 1,
     encoded_by: str | None = None,
+    condition_pixels: int | None = None,
 ) -> Index:
     """Index webdataset shards, from the cache where a shard has not changed.
 
     count_tokens: text tokens of a caption; tokenizer_id: names its tokenizer, so that another one indexes anew.
+    condition_pixels: the area at which the text encoder sees the references of edits, of which
+    count_tokens(instruction, sizes) is then asked; None leaves edits out, as rejects.
     Several processes may do this at once; as `num_ranks` ranks they share the work.  A rejected sample is logged, once,
     with its reason.
     encoded_by: what must have made the encoded samples; None asks for none or any.
@@ -147,9 +152,11 @@ def build_index(
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"two shards are called {twice}; sample keys need different file names")
     versions = shard_versions(shards)
+    if condition_pixels is not None:
+        tokenizer_id += f" {condition_pixels} pixels"
     folder = IndexFolder(
         Path(cache_folder) / "index", shards, versions, tokenizer_id,
-        lambda shard, version: _index_shard(shard, version, count_tokens),
+        lambda shard, version: _index_shard(shard, version, count_tokens, condition_pixels),
     )  # fmt: skip
     index = Index(shards, versions, folder.summary(rank, num_ranks), folder.open_part)
     if rank == 0:
@@ -163,7 +170,7 @@ def build_index(
 
 
 def _index_shard(
-    shard: str, version: Version, count_tokens: Callable[[str], int]
+    shard: str, version: Version, count_tokens: Callable[..., int], condition_pixels: int | None
 ) -> tuple[list[IndexedSample], list[tuple[str, str]]]:
     """Return what a shard holds, and (stem, reason) of what of it cannot be used."""
     samples: dict[str, IndexedSample] = {}
@@ -172,13 +179,18 @@ def _index_shard(
         try:
             if stem in samples:
                 raise ValueError("an earlier sample has the same name")
-            samples[stem] = _read_sample(stem, members, count_tokens)
+            samples[stem] = _read_sample(stem, members, count_tokens, condition_pixels)
         except ValueError as error:
             rejects.append((stem, str(error)))
     return list(samples.values()), rejects
 
 
-def _read_sample(stem: str, members: dict[str, tuple[int, bytes]], count_tokens: Callable[[str], int]) -> IndexedSample:
+def _read_sample(
+    stem: str,
+    members: dict[str, tuple[int, bytes]],
+    count_tokens: Callable[..., int],
+    condition_pixels: int | None,
+) -> IndexedSample:
     """Return what the index is to know of a sample.
 
     members: extension → (offset in the shard, content); an encoded picture counts before a file.
@@ -190,6 +202,17 @@ def _read_sample(stem: str, members: dict[str, tuple[int, bytes]], count_tokens:
         raise ValueError(f"it has {sorted(members)}, but needs a picture or .safetensors, and a .json or .txt")
     (image_offset, image), (meta_offset, meta) = members[image_extension], members[meta_extension]
     wordings, group = parse_wordings(meta_extension, meta)
+    edit, references, mask = parse_edit(meta_extension, meta), None, None
+    if edit is not None:
+        if condition_pixels is None:
+            raise ValueError("it is an edit, and this run trains no edits (train_edit_ddp.py does)")
+        if image_extension == EXTENSION:
+            raise ValueError("it is an encoded edit; edits are read as pictures")
+        references = [
+            _picture(*members[name]) for name in reference_members(members, IMAGE_EXTENSIONS, edit.num_references)
+        ]
+        mask_extension = mask_member(members, IMAGE_EXTENSIONS)
+        mask = _picture(*members[mask_extension]) if mask_extension else None
     places = (image_offset, len(image), crc32(image), meta_offset, len(meta), crc32(meta))
     if image_extension == EXTENSION:
         encoded = EncodedMember(image)
@@ -197,6 +220,16 @@ def _read_sample(stem: str, members: dict[str, tuple[int, bytes]], count_tokens:
         tokens = encoded.count_tokens([wording.language for wording in wordings])
     else:
         size, encoded_sizes, encoded_by = shown_size(image), (), ""
-        tokens = [count_tokens(wording.text) for wording in wordings]
+        sizes = references and [area_size(r.height, r.width, condition_pixels) for r in references]
+        shown = () if references is None else (sizes,)
+        tokens = [count_tokens(wording.text, *shown) for wording in wordings]
+        if mask is not None and (mask.height, mask.width) != tuple(size):
+            raise ValueError(f"its mask has {mask.height} x {mask.width} pixels, its target {size[0]} x {size[1]}")
     captions = [(w.language, count, w.weight) for w, count in zip(wordings, tokens, strict=True)]
-    return IndexedSample(stem, (*places, *size), meta_extension, group, captions, encoded_sizes, encoded_by)
+    return IndexedSample(
+        stem, (*places, *size), meta_extension, group, captions, encoded_sizes, encoded_by, references, mask
+    )
+
+
+def _picture(offset: int, content: bytes) -> PictureMember:
+    return PictureMember(offset, len(content), crc32(content), *shown_size(content))

@@ -20,6 +20,20 @@ _NUMBERS = ("image_offset", "image_size", "image_crc32", "meta_offset", "meta_si
 Kind = tuple[str, tuple[str, ...]]  # what mixtures tell samples apart by: category and languages of the captions
 
 
+_REFERENCE = ("offset", "size", "crc32", "height", "width")
+
+
+@dataclass(frozen=True)
+class PictureMember:
+    """Another picture of a sample; offset and size in bytes, height and width in pixels as shown."""
+
+    offset: int
+    size: int
+    crc32: int
+    height: int
+    width: int
+
+
 @dataclass(frozen=True)
 class SampleRecord:
     """One sample of the index; offsets and sizes in bytes, height and width in pixels as shown."""
@@ -39,6 +53,8 @@ class SampleRecord:
     caption_tokens: dict[str, tuple[int, ...]]  # language → text tokens of each wording
     caption_weights: dict[str, tuple[float, ...]]  # language → how often each wording is chosen, against the others
     encoded_sizes: tuple[Size, ...] = ()  # of an encoded sample, whose "image" is its .safetensors; else none
+    references: tuple[PictureMember, ...] | None = None  # of an edit; None = text-to-image
+    mask: PictureMember | None = None  # of an edit's region
 
     def trained_size(self, max_pixels: int) -> Size:
         """Return the (height, width) at which the picture is trained.
@@ -86,6 +102,8 @@ class IndexPart:
     image_offset to width as in SampleRecord, meta_extension and kind (N,); caption_end (N,); caption_language and
     caption_tokens (C,); caption_weight (C,) or, if all are alike, none; encoded_end (N,); encoded_height and
     encoded_width (E,); the texts key, reject_key and reject_reason.
+    Only if there are edits: is_edit (N,), has_mask (N,), picture_end (N,), and picture_offset to picture_width of the
+    references, the mask after them.
     """
 
     def __init__(self, file: ColumnFile):
@@ -108,6 +126,7 @@ class IndexPart:
             captions[language] = (*captions.get(language, ()), count)
             weights[language] = (*weights.get(language, ()), weight)
         encoded = slice(*span(file["encoded_end"], row))
+        references, mask = self._edit(row)
         return SampleRecord(
             self.key(row, shard_name),
             shard,
@@ -119,7 +138,19 @@ class IndexPart:
             encoded_sizes=tuple(
                 zip(file["encoded_height"][encoded].tolist(), file["encoded_width"][encoded].tolist(), strict=True)
             ),
+            references=references,
+            mask=mask,
         )
+
+    def _edit(self, row: int) -> tuple[tuple[PictureMember, ...] | None, PictureMember | None]:
+        """Return references and mask of a row; of a text-to-image sample neither."""
+        file = self._file
+        if "is_edit" not in file.columns or not file["is_edit"][row]:
+            return None, None
+        own = slice(*span(file["picture_end"], row))
+        columns = (file[f"picture_{name}"][own].tolist() for name in _REFERENCE)
+        pictures = [PictureMember(*numbers) for numbers in zip(*columns, strict=True)]
+        return (tuple(pictures[:-1]), pictures[-1]) if file["has_mask"][row] else (tuple(pictures), None)
 
     def key(self, row: int, shard_name: str) -> str:
         """Return the key of a row."""
@@ -146,6 +177,8 @@ class IndexedSample:
     captions: list[tuple[str, int, float]]  # language, text tokens, weight
     encoded_sizes: Sequence[Size] = ()
     encoded_by: str = ""
+    references: Sequence[PictureMember] | None = None  # None = text-to-image
+    mask: PictureMember | None = None
 
     @property
     def kind(self) -> Kind:
@@ -181,6 +214,8 @@ def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[t
         "encoded_width": narrow([width for of_sample in sizes for _, width in of_sample]),
         **texts("key", [sample.stem.removeprefix(prefix) for sample in samples]),
     }
+    if any(sample.references is not None for sample in samples):
+        columns |= _edit_columns(samples)
     content = json.dumps([hash_columns(columns), prefix, list(number_of), encoded_by])  # rejects do not count
     notes = {
         "num_samples": len(samples),
@@ -194,3 +229,14 @@ def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[t
     columns |= texts("reject_key", [stem for stem, _ in rejects])
     columns |= texts("reject_reason", [reason for _, reason in rejects])
     write_columns(path, columns, notes)
+
+
+def _edit_columns(samples: Sequence[IndexedSample]) -> dict[str, np.ndarray]:
+    pictures = [[*(s.references or ()), *([s.mask] if s.mask is not None else [])] for s in samples]
+    flat = [picture for of_sample in pictures for picture in of_sample]
+    return {
+        "is_edit": narrow([s.references is not None for s in samples]),
+        "has_mask": narrow([s.mask is not None for s in samples]),
+        "picture_end": narrow(np.cumsum([len(of_sample) for of_sample in pictures], dtype=np.uint64)),
+        **{f"picture_{name}": narrow([getattr(picture, name) for picture in flat]) for name in _REFERENCE},
+    }

@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import mean
 
-from data.images import MULTIPLE
+from data.edit import num_reference_tokens
 from data.index import Index, SampleRecord
 from data.mixture_order import MixtureOrder
 from data.order import GlobalOrder, SampleRef
 from data.pack import deal
+from data.reference_size import Size, area_size
 from utils.random_streams import uniform
 
 DEFAULT_MAX_PIXELS = 1328 * 1328
+# As the released edit models see references.
+DEFAULT_REFERENCE_PIXELS, DEFAULT_CONDITION_PIXELS = 1024 * 1024, 384 * 384
 _NUM_LOOKED_AT = 16384  # samples from which the room for text in a filled micro-batch is found
 _TEXT_MULTIPLE = 16  # tokens: what matrix products on GPUs like
 
@@ -32,10 +35,11 @@ class PlannedSample:
     drop_caption: bool
     height: int  # pixels as trained
     width: int
-    num_image_tokens: int
-    num_text_tokens: int  # of the caption, or of the empty prompt if it is dropped
+    num_image_tokens: int  # with those of an edit's references
+    num_text_tokens: int  # of the caption, or of the empty prompt if it is dropped; of an edit always as if it were not
     weight: float = 1.0  # 0 for a filler
     group: int = 0  # of the mixture; -1 = of none
+    reference_sizes: tuple[Size, ...] | None = None  # of an edit, in pixels as the VAE sees them; None = text-to-image
 
     @property
     def num_tokens(self) -> int:
@@ -43,10 +47,12 @@ class PlannedSample:
         return self.num_image_tokens + self.num_text_tokens
 
 
-def every_language(index: Index, i: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> list[PlannedSample]:
+def every_language(
+    index: Index, i: int, max_pixels: int = DEFAULT_MAX_PIXELS, reference_pixels: int = DEFAULT_REFERENCE_PIXELS
+) -> list[PlannedSample]:
     """Return sample `i` once for each language it has, with its first wording: for validation."""
     record = index[i]
-    return [_planned(0, i, record, language, 0, max_pixels) for language in record.caption_tokens]
+    return [_planned(0, i, record, language, 0, max_pixels, reference_pixels) for language in record.caption_tokens]
 
 
 def spread_micro_batches(
@@ -56,6 +62,8 @@ def spread_micro_batches(
     rank: int,
     max_tokens: int,
     max_pixels: int = DEFAULT_MAX_PIXELS,
+    reference_pixels: int = DEFAULT_REFERENCE_PIXELS,
+    *,
     group_of: Callable[[SampleRecord, str], int | None] = lambda record, language: None,
 ) -> list[list[PlannedSample]]:
     """Return a rank's part of `num_samples` samples spread over the index, each in every language it has.
@@ -64,7 +72,7 @@ def spread_micro_batches(
     """
     tasks = []
     for i in index.spread(num_samples):
-        for planned in every_language(index, i, max_pixels):
+        for planned in every_language(index, i, max_pixels, reference_pixels):
             group = group_of(index[i], planned.language)
             tasks.append(replace(planned, group=-1 if group is None else group))
     dealt = deal([task.num_tokens for task in tasks], num_ranks, max_tokens)[rank]
@@ -72,11 +80,24 @@ def spread_micro_batches(
     return [[tasks[i] for i in micro] or [replace(tasks[0], weight=0.0)] for micro in dealt]
 
 
-def _planned(epoch: int, i: int, record: SampleRecord, language: str, wording: int, max_pixels: int) -> PlannedSample:
+def trained_pictures(
+    record: SampleRecord, max_pixels: int, reference_pixels: int
+) -> tuple[Size, tuple[Size, ...] | None, int]:
+    """Return the sizes in pixels of a sample's target and references as trained, and their image tokens together."""
     height, width = record.trained_size(max_pixels)
-    image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
+    references = None
+    if record.references is not None:
+        references = tuple(area_size(r.height, r.width, reference_pixels) for r in record.references)
+    return (height, width), references, num_reference_tokens([(height, width), *(references or ())])
+
+
+def _planned(
+    epoch: int, i: int, record: SampleRecord, language: str, wording: int, max_pixels: int, reference_pixels: int
+) -> PlannedSample:
+    size, references, image_tokens = trained_pictures(record, max_pixels, reference_pixels)
     text_tokens = record.caption_tokens[language][wording]
-    return PlannedSample(epoch, i, language, wording, False, height, width, image_tokens, text_tokens)
+    planned = PlannedSample(epoch, i, language, wording, False, *size, image_tokens, text_tokens)
+    return planned if references is None else replace(planned, reference_sizes=references)
 
 
 def _choose(share: float, weights: Sequence[float]) -> int:
@@ -101,12 +122,14 @@ class BatchPlan:
         caption_dropout: float = 0.1,
         zh_share: float = 0.5,
         max_pixels: int = DEFAULT_MAX_PIXELS,
+        reference_pixels: int = DEFAULT_REFERENCE_PIXELS,
         fill: bool = False,
         max_text_tokens: int = 0,
     ):
         """Plan for a data rank.
 
         max_tokens: image and text tokens of a micro-batch; those of one sample must fit.
+        reference_pixels: the area at which the VAE sees the references of edits.
         fill: micro-batches are to be filled to `fill_to`, so each part of it is a limit of its own.
         max_text_tokens: then how many of `max_tokens` are for text; 0 = as many as the samples' mean share.
         Raises: ValueError for shares that are no probability, or no room for text or images.
@@ -117,7 +140,7 @@ class BatchPlan:
         self.index, self.order = index, order
         self.num_ranks, self.rank, self.max_tokens, self.seed = num_ranks, rank, max_tokens, seed
         self.num_empty_tokens, self.caption_dropout, self.zh_share = num_empty_tokens, caption_dropout, zh_share
-        self.max_pixels = max_pixels
+        self.max_pixels, self.reference_pixels = max_pixels, reference_pixels
         self.fill_to = self._fill_to(max_text_tokens) if fill else None  # (image tokens, text tokens, samples)
 
     def global_batch(self, step: int) -> list[PlannedSample]:
@@ -154,7 +177,8 @@ class BatchPlan:
     def _fill_to(self, num_txt: int) -> tuple[int, int, int]:
         """Share `max_tokens` out: the same on every rank, and over the whole run."""
         looked_at = self.index.spread(_NUM_LOOKED_AT)
-        images = [every_language(self.index, i, self.max_pixels)[0].num_image_tokens for i in looked_at]
+        pictures = [every_language(self.index, i, self.max_pixels, self.reference_pixels)[0] for i in looked_at]
+        images = [planned.num_image_tokens for planned in pictures]
         texts = [n for i in looked_at for wordings in self.index[i].caption_tokens.values() for n in wordings]
         if not num_txt:
             share = mean(texts) / (mean(texts) + mean(images))
@@ -181,8 +205,12 @@ class BatchPlan:
             languages = ["zh"] if draw("zh") < self.zh_share else others
         language = languages[int(draw("language") * len(languages))]
         wording = _choose(draw("wording"), record.caption_weights[language])
-        planned = _planned(ref.epoch, ref.index, record, language, wording, self.max_pixels)
+        planned = _planned(
+            ref.epoch, ref.index, record, language, wording, self.max_pixels, self.reference_pixels
+        )  # fmt: skip
         planned = replace(planned, group=ref.group)
         if draw("drop_caption") < self.caption_dropout:
-            return replace(planned, drop_caption=True, num_text_tokens=self.num_empty_tokens)
+            is_edit = planned.reference_sizes is not None  # its references' tokens stay
+            num_text_tokens = planned.num_text_tokens if is_edit else self.num_empty_tokens
+            return replace(planned, drop_caption=True, num_text_tokens=num_text_tokens)
         return planned

@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from data.captions import parse_captions
+from data.edit import ReferencePicture, decode_mask, decode_reference, parse_edit
 from data.encoded import EncodedMember
 from data.images import decode_image, fit
 from data.index import Index
-from data.plan import DEFAULT_MAX_PIXELS, BatchPlan, PlannedSample
+from data.plan import (
+    DEFAULT_CONDITION_PIXELS,
+    DEFAULT_MAX_PIXELS,
+    DEFAULT_REFERENCE_PIXELS,
+    BatchPlan,
+    PlannedSample,
+)
 from data.replacement import replacements
 from data.shard_bytes import LostShardError, ShardBytes
 from data.shard_cache import ShardCache
@@ -45,6 +52,14 @@ class Sample:
     reader: "Reader"
     latents: tuple[Tensor, Tensor] | None = None  # of an encoded sample: mean and std, (C, h, w) each
     states: Tensor | None = None  # of an encoded sample: the caption's text states, (T, D)
+    references: tuple[ReferencePicture, ...] | None = None  # of an edit; None = text-to-image
+    mask: Tensor | None = None  # of an edit: bool (H, W), True where it may change something, if that is known
+    plan_text: str | None = None  # of an edit: its actions, if they are known
+
+    @property
+    def category(self) -> str:
+        """What its .json says it is of."""
+        return self.reader.index[self.plan.index].group
 
     def read_pixels(self) -> Tensor:
         """Return the picture, uint8 (3, H, W), from the shard if it was not read ahead."""
@@ -59,6 +74,8 @@ class Reader:
     caption, else by the next with no more tokens.  That is a function of the sample alone: every rank of every world
     size puts the same one in its place.
     max_bad_samples: how many this reader replaces before it gives up.
+    reference_pixels, condition_pixels: the areas at which VAE and text encoder see the references of edits.
+    check_caption: raises ValueError for a caption that is not to be trained on.
     cache, patience: for shards on a web server or in an S3 store.
     """
 
@@ -69,11 +86,16 @@ class Reader:
         max_bad_samples: float = math.inf,
         cache: ShardCache | None = None,
         patience: Patience | None = None,
+        reference_pixels: int = DEFAULT_REFERENCE_PIXELS,
+        condition_pixels: int = DEFAULT_CONDITION_PIXELS,
+        check_caption: Callable[[str], None] = lambda text: None,
     ):
         self.index, self.max_pixels, self.max_bad_samples = index, max_pixels, max_bad_samples
+        self.reference_pixels, self.condition_pixels = reference_pixels, condition_pixels
+        self._check_caption = check_caption
         self.bad_samples: dict[str, str] = {}
         self.shards = ShardBytes(index.shards, index.versions, cache, patience)
-        self._captions: OrderedDict[int, tuple[dict[str, list[str]], int]] = OrderedDict()  # i → captions, bytes
+        self._captions: OrderedDict[int, tuple[_Meta, int]] = OrderedDict()  # i → what was parsed, its bytes
         self._caption_bytes = 0
         self._lock = threading.Lock()
 
@@ -89,7 +111,7 @@ class Reader:
         Raises: BadDataError if no other sample can take a bad one's place, or over max_bad_samples.
         """
         num_lost = 0
-        places = replacements(self.index, planned, self.max_pixels, self.shards.is_lost)
+        places = replacements(self.index, planned, self.max_pixels, self.shards.is_lost, self.reference_pixels)
         for candidate in chain((planned,), places):
             key = self.index.key(candidate.index)
             if key in self.bad_samples:
@@ -98,19 +120,24 @@ class Reader:
                 wants_picture = self._wants_picture(candidate.index, needs_pixels)
                 under_way, fetched = fetched, None  # of the planned one alone
                 members = under_way.result() if under_way else self._fetch(candidate.index, wants_picture)
-                caption = self._parse(candidate.index, members.meta)[candidate.language][candidate.wording]
+                meta = self._parse(candidate.index, members.meta)
+                caption = meta.captions[candidate.language][candidate.wording]
+                self._check_caption(caption)
                 caption = "" if candidate.drop_caption else caption
                 if self.index[candidate.index].encoded_sizes:
                     latents, states = _encoded(candidate, members.image)
                     return Sample(candidate, key, caption, None, self, latents, states)
                 pixels = self._decode(candidate.index, members.image) if wants_picture else None
+                references, mask = self._decode_edit(candidate, members.others)
             except (ValueError, LookupError, OSError) as error:
                 self.note_bad(key, str(error))
                 num_lost += isinstance(error, LostShardError)
                 if num_lost > _MAX_LOST_SHARDS:
                     raise BadDataError(f"{num_lost} shards in a row cannot be reached; the last: {error}") from error
                 continue
-            return Sample(candidate, key, caption, pixels, self)
+            return Sample(
+                candidate, key, caption, pixels, self, references=references, mask=mask, plan_text=meta.plan_text
+            )  # fmt: skip
         raise BadDataError(
             f"sample {self.index.key(planned.index)} is bad, and no other of at most {planned.num_tokens} tokens can "
             "take its place; repair the shards"
@@ -146,7 +173,7 @@ class Reader:
 
     def read_captions(self, i: int) -> dict[str, list[str]]:
         """Return {language: wordings} of sample `i`.  Raises: ValueError if its bytes are damaged; LostShardError."""
-        return self._parse(i, None)
+        return self._parse(i, None).captions
 
     def read_pixels(self, i: int) -> Tensor:
         """Return the picture of sample `i` at its training size, uint8 (3, H, W).
@@ -163,10 +190,27 @@ class Reader:
         members = [] if knows_captions else [(record.meta_offset, record.meta_size, record.meta_crc32)]
         if wants_picture:
             members.append((record.image_offset, record.image_size, record.image_crc32))
-        contents = self.shards.read(record.shard, members) if members else []
-        return _Members(None if knows_captions else bytes(contents[0]), contents[-1] if wants_picture else None)
+        others = [*(record.references or ()), *([record.mask] if record.mask is not None else [])]
+        members += [(other.offset, other.size, other.crc32) for other in others]
+        contents = deque(self.shards.read(record.shard, members) if members else [])
+        meta = None if knows_captions else bytes(contents.popleft())
+        return _Members(meta, contents.popleft() if wants_picture else None, tuple(contents))
 
-    def _parse(self, i: int, data: bytes | None) -> dict[str, list[str]]:
+    def _decode_edit(
+        self, planned: PlannedSample, contents: Sequence[memoryview]
+    ) -> tuple[tuple[ReferencePicture, ...] | None, Tensor | None]:
+        """Return an edit's references and mask; of a text-to-image sample neither."""
+        record = self.index[planned.index]
+        if record.references is None:
+            return None, None
+        areas = self.reference_pixels, self.condition_pixels
+        pictures = tuple(decode_reference(bytes(data), *areas) for data in contents[: len(record.references)])
+        if record.mask is None:
+            return pictures, None
+        target = (record.height, record.width)
+        return pictures, decode_mask(bytes(contents[-1]), target, (planned.height, planned.width))
+
+    def _parse(self, i: int, data: bytes | None) -> "_Meta":
         with self._lock:
             if i in self._captions:
                 self._captions.move_to_end(i)
@@ -174,13 +218,15 @@ class Reader:
         if data is None:
             data = self.read_meta(i)
         captions, _ = parse_captions(self.index[i].meta_extension, data)
+        edit = parse_edit(self.index[i].meta_extension, data)
+        meta = _Meta(captions, edit and edit.plan_text)
         with self._lock:
             if i not in self._captions:
-                self._captions[i] = captions, len(data)
+                self._captions[i] = meta, len(data)
                 self._caption_bytes += len(data)
             while self._caption_bytes > _MAX_CAPTION_BYTES:
                 self._caption_bytes -= self._captions.popitem(last=False)[1][1]
-        return captions
+        return meta
 
     def _decode(self, i: int, data: memoryview | None) -> Tensor:
         record = self.index[i]
@@ -214,6 +260,15 @@ class _Members:
 
     meta: bytes | None = None
     image: memoryview | None = None
+    others: tuple[memoryview, ...] = ()  # of an edit: its references, then its mask
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """A parsed .json or .txt member."""
+
+    captions: dict[str, list[str]]  # language → wordings
+    plan_text: str | None
 
 
 class Loader:

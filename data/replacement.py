@@ -4,19 +4,19 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from data.images import MULTIPLE
 from data.index import Index
-from data.plan import PlannedSample
+from data.plan import PlannedSample, trained_pictures
 
 _MAX_LOOKED_AT = 20_000  # records, each way of looking: a second's work, however large the index is
 _JUMP = 32  # records that finding the end of a shard looks at
 
 
 def replacements(
-    index: Index, planned: PlannedSample, max_pixels: int, is_lost: Callable[[int], bool]
+    index: Index, planned: PlannedSample, max_pixels: int, is_lost: Callable[[int], bool], reference_pixels: int
 ) -> Iterator[PlannedSample]:
     """Yield what may stand in for `planned`: the following samples of its size, then those with no more tokens.
 
+    An edit stands in for an edit; of its size are those whose references have the same sizes, too.
     is_lost: whether a shard cannot be reached; its samples are passed over without a look.
     """
     for same_size in (True, False):
@@ -27,7 +27,7 @@ def replacements(
                 distance += _end_of_shard(index, i) - i
                 num_looked_at += _JUMP
                 continue
-            if candidate := _in_place_of(index, planned, i, max_pixels, same_size):
+            if candidate := _in_place_of(index, planned, i, max_pixels, reference_pixels, same_size):
                 yield candidate
             distance += 1
             num_looked_at += 1
@@ -38,21 +38,24 @@ def _end_of_shard(index: Index, i: int) -> int:
 
 
 def _in_place_of(
-    index: Index, planned: PlannedSample, i: int, max_pixels: int, same_size: bool
+    index: Index, planned: PlannedSample, i: int, max_pixels: int, reference_pixels: int, same_size: bool
 ) -> PlannedSample | None:
     """Return sample `i` in place of `planned`, in its language if possible, or None if it does not fit there."""
     record = index[i]
-    height, width = record.trained_size(max_pixels)
-    if same_size and (height, width) != (planned.height, planned.width):
+    (height, width), references, image_tokens = trained_pictures(record, max_pixels, reference_pixels)
+    sizes = (height, width, references)
+    if same_size and sizes != (planned.height, planned.width, planned.reference_sizes):
         return None
-    image_tokens = (height // MULTIPLE) * (width // MULTIPLE)
+    if (references is None) != (planned.reference_sizes is None):
+        return None
     room = planned.num_tokens - image_tokens
     for language in sorted(record.caption_tokens, key=lambda language: (language != planned.language, language)):
         for wording, tokens in enumerate(record.caption_tokens[language]):
-            text_tokens = planned.num_text_tokens if planned.drop_caption else tokens
+            # A dropped caption has the same tokens everywhere, but for those of an edit's references.
+            text_tokens = planned.num_text_tokens if planned.drop_caption and references is None else tokens
             if text_tokens <= room:
                 return replace(
                     planned, index=i, language=language, wording=wording, height=height, width=width,
-                    num_image_tokens=image_tokens, num_text_tokens=text_tokens,
+                    num_image_tokens=image_tokens, num_text_tokens=text_tokens, reference_sizes=references,
                 )  # fmt: skip
     return None

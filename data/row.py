@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from data.captions import decode_text, language_of
+from data.edit_row import EDIT_COLUMNS, REFERENCES, TARGET, EditCells
 
 # Tried in this order if no column is named.
 PICTURE_COLUMNS = ("image", "picture", "file_name", "filename", "image_path", "path", "image_url", "url", "jpg", "png")
 CAPTION_COLUMNS = ("captions", "caption", "text", "prompt")
-LABELLED_CAPTION_COLUMNS = {
-    f"{name}_{language}": language for language in ("zh", "en") for name in ("captions", "caption", "text", "prompt")
-}
+INSTRUCTION_COLUMNS = ("instructions", "instruction")  # of edits, before the others
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Row:
     caption: tuple[str, bytes] | None = None  # (extension, content) as `parse_captions` takes them
     fields: dict[str, object] = field(default_factory=dict)  # category, source, license and the kept columns
     problem: str = ""  # why the row itself cannot be read
+    edit: EditCells | None = None  # None = text-to-image
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,13 @@ class ColumnChoice:
 
     picture: str
     captions: tuple[tuple[str | None, str], ...]  # (language or None, column)
+    has_edits: bool = False
 
     @property
     def names(self) -> list[str]:
-        """Every column that is read for picture and captions."""
-        return [self.picture, *(column for _, column in self.captions)]
+        """Every column that is read for picture, captions and edit."""
+        edit = EDIT_COLUMNS if self.has_edits else ()
+        return [self.picture, *(column for _, column in self.captions), *edit]
 
 
 def choose_columns(available: Sequence[str], columns: Columns, location: str) -> ColumnChoice:
@@ -61,7 +63,10 @@ def choose_columns(available: Sequence[str], columns: Columns, location: str) ->
 
     if columns.picture and columns.picture not in available:
         raise refuse(repr(columns.picture), "--picture_column")
-    picture = columns.picture or next((name for name in PICTURE_COLUMNS if name in available), None)
+    has_edits = REFERENCES in available and TARGET in available
+    picture_names = (TARGET, *PICTURE_COLUMNS) if has_edits else PICTURE_COLUMNS
+    caption_names = (*INSTRUCTION_COLUMNS, *CAPTION_COLUMNS) if has_edits else CAPTION_COLUMNS
+    picture = columns.picture or next((name for name in picture_names if name in available), None)
     if picture is None:
         raise refuse("for pictures", "--picture_column")
     captions: list[tuple[str | None, str]] = []
@@ -73,11 +78,12 @@ def choose_columns(available: Sequence[str], columns: Columns, location: str) ->
             raise refuse(repr(column), "--caption_columns")
         captions.append((language if separator else None, column))
     if not columns.captions:
-        captions += [(None, name) for name in CAPTION_COLUMNS if name in available][:1]
-        captions += [(label, name) for name, label in LABELLED_CAPTION_COLUMNS.items() if name in available]
+        captions += [(None, name) for name in caption_names if name in available][:1]
+        labelled = ((label, f"{name}_{label}") for label in ("zh", "en") for name in caption_names)
+        captions += [(label, name) for label, name in labelled if name in available]
     if not captions:
         raise refuse("for captions", "--caption_columns")
-    return ColumnChoice(picture, tuple(captions))
+    return ColumnChoice(picture, tuple(captions), has_edits)
 
 
 def caption_member(cells: Sequence[tuple[str | None, object]]) -> tuple[str, bytes]:
@@ -112,8 +118,18 @@ def fields_of(record: dict, columns: Columns) -> dict[str, object]:
 
 def fields_of_json(content: bytes, columns: Columns) -> dict[str, object]:
     """Return the same of a .json member; nothing if it is not an object."""
+    return fields_of(_object(content), columns)
+
+
+def edit_of_json(content: bytes) -> tuple[object, object] | None:
+    """Return "references" and "actions" of a .json member; None if it says nothing of references."""
+    record = _object(content)
+    return (record[REFERENCES], record.get("actions")) if REFERENCES in record else None
+
+
+def _object(content: bytes) -> dict:
     try:
         record = json.loads(decode_text(content))
     except (ValueError, RecursionError):
         return {}
-    return fields_of(record, columns) if isinstance(record, dict) else {}
+    return record if isinstance(record, dict) else {}

@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from data.emoji import build_emoji
+from data.emoji_edits import build_edits
 from utils.byte_source import is_remote, list_below, open_source
 
-BUILT_IN = ("emoji-small", "emoji")
+BUILT_IN = ("emoji-small", "emoji", "emoji-edits")
 _LIST_EXTENSIONS = (".txt", ".list")
 _MAX_SHARDS = 100_000  # a pair of braces can mean more names than fit into memory
 _WILDCARD = re.compile(r"[*?[]")
@@ -26,14 +27,14 @@ _KINDS = f"{', '.join(BUILT_IN)}, a folder of .tar files, a pattern in quotes, o
 def expand_shards(source: str, split: str, cache_folder: Path) -> list[str]:
     """Return the shard files of `source` in a fixed order.
 
-    source: "emoji-small" or "emoji" (built if need be); or, as a local path or an s3:// URL, a folder of .tar files, a
+    source: one of BUILT_IN (built if need be); or, as a local path or an s3:// URL, a folder of .tar files, a
     pattern with `*`, `?` and `[…]` (none matches "/"), names in braces (`{000..127}`, `{a,b}`), or a list file; or, as
     an https:// URL, all of these but folders and patterns, for a web server does not say what it has.
     split: "train" or "validation", for the built-in sets.
     Raises: ValueError if nothing matches, for one of several names too, and for a command in place of a name.
     """
     if source in BUILT_IN:
-        built = build_emoji(source, cache_folder)
+        built = build_edits(cache_folder) if source == "emoji-edits" else build_emoji(source, cache_folder)
         return built.train_shards if split == "train" else built.validation_shards
     _refuse_commands(source)
     if not is_remote(source) and os.path.exists(source):  # as it stands, whatever characters it has

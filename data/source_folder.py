@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.index import IMAGE_EXTENSIONS, META_EXTENSIONS
-from data.row import Columns, Row, fields_of_json
+from data.row import Columns, Row, edit_of_json, fields_of_json
 
 
 class Folder:
@@ -53,6 +53,9 @@ class Folder:
                     yield Row(origin, problem=f"its caption cannot be read: {error.strerror}")
                     continue
                 member = (_split(caption)[1], content)
+                if member[0] == "json" and edit_of_json(content) is not None:
+                    yield Row(origin, problem="it is an edit; edits are taken from JSONL, parquet and tar files")
+                    continue
                 fields = fields_of_json(content, self._columns) if member[0] == "json" else {}
             yield Row(origin, os.path.join(self.location, name), member, fields)
 

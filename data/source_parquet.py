@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 
+from data.edit_row import edit_cells
 from data.picture_bytes import beside
 from data.row import Columns, Row, caption_member, choose_columns, fields_of
 from data.source_file import open_binary
@@ -55,7 +56,11 @@ class Parquet:
             return Row(origin, problem=f"its {self._choice.picture} is empty or neither bytes nor text")
         picture = beside(self.location, cell) if isinstance(cell, str) else cell
         caption = caption_member([(label, record[column]) for label, column in self._choice.captions])
-        return Row(origin, picture, caption, fields_of(record, self._columns))
+        try:
+            edit = edit_cells(record, self.location) if self._choice.has_edits else None
+        except ValueError as error:
+            return Row(origin, problem=str(error))
+        return Row(origin, picture, caption, fields_of(record, self._columns), edit=edit)
 
     def _open(self):
         try:

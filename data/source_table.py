@@ -13,6 +13,7 @@ from itertools import islice
 from typing import BinaryIO
 
 from data.captions import decode_text
+from data.edit_row import edit_cells
 from data.picture_bytes import beside
 from data.row import Columns, Row, caption_member, choose_columns, fields_of
 from data.source_file import open_binary
@@ -67,7 +68,12 @@ class Table:
         if not isinstance(picture, str) or not picture.strip():
             return Row(origin, problem=f"its {self._choice.picture} is empty or no text")
         caption = caption_member([(label, record.get(column)) for label, column in self._choice.captions])
-        return Row(origin, beside(self.location, picture.strip()), caption, fields_of(record, self._columns))
+        try:
+            edit = edit_cells(record, self.location) if self._choice.has_edits else None
+        except ValueError as error:
+            return Row(origin, problem=str(error))
+        picture = beside(self.location, picture.strip())
+        return Row(origin, picture, caption, fields_of(record, self._columns), edit=edit)
 
     def _open(self) -> BinaryIO:
         file = open_binary(self.location)

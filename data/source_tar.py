@@ -8,8 +8,10 @@ from itertools import islice
 
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
+from data.edit import mask_member, reference_members
+from data.edit_row import EditCells
 from data.index import IMAGE_EXTENSIONS, META_EXTENSIONS
-from data.row import Columns, Row, fields_of_json
+from data.row import Columns, Row, edit_of_json, fields_of_json
 from data.source_file import open_binary
 
 _LIBRARY_SKIPS = re.compile(r"__[^/]*__($|/)")  # members that webdataset takes as metadata
@@ -82,5 +84,19 @@ class Tar:
         if picture is None:
             there = sorted(name for name in sample if not name.startswith("__"))
             return Row(origin, problem=f"it has {', '.join(there)}, but no picture")
-        fields = fields_of_json(caption[1], self._columns) if caption and caption[0] == "json" else {}
-        return Row(origin, picture, caption, fields)
+        is_json = bool(caption) and caption[0] == "json"
+        fields = fields_of_json(caption[1], self._columns) if is_json else {}
+        try:
+            edit = _edit(sample, *found) if is_json and (found := edit_of_json(caption[1])) else None
+        except ValueError as error:
+            return Row(origin, problem=str(error))
+        return Row(origin, picture, caption, fields, edit=edit)
+
+
+def _edit(sample: dict, count: object, actions: object) -> EditCells:
+    """Return the edit that a sample of a shard is; count: of references, as its .json says."""
+    if type(count) is not int or count < 0:
+        raise ValueError(f"its .json says {count!r} references; a number is needed")
+    names, mask = reference_members(sample, IMAGE_EXTENSIONS, count), mask_member(sample, IMAGE_EXTENSIONS)
+    references = tuple(sample[name] for name in names)
+    return EditCells(references, (None,) * count, sample[mask] if mask else None, actions)

@@ -5,7 +5,7 @@ exists that anything could attend to.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -51,7 +51,10 @@ def _num_bytes(tensors: tuple[Tensor, ...]) -> int:
 
 
 class Encoders:
-    """VAE and text encoder of the folder `model`, on `device`, computing in `dtype`."""
+    """VAE and text encoder of the folder `model`, on `device`, computing in `dtype`.
+
+    with_vision: so that the text encoder sees the pictures of edits.
+    """
 
     def __init__(
         self,
@@ -60,10 +63,11 @@ class Encoders:
         dtype: torch.dtype = torch.float32,
         latents_cache_gib: float = 1.0,
         text_cache_gib: float = 0.5,
+        with_vision: bool = False,
     ):
         self.folder = Path(model)
         self.vae = ImageVAE.from_folder(Path(model) / "vae", device, dtype)
-        self.text = TextEncoder.from_folder(model, device, dtype)
+        self.text = TextEncoder.from_folder(model, device, dtype, with_vision)
         self.device, self.dtype = device, dtype
         self.latents_cache = TensorCache(int(latents_cache_gib * 2**30))
         self.text_cache = TensorCache(int(text_cache_gib * 2**30))
@@ -101,13 +105,40 @@ class Encoders:
         return tuple(moment[0].float() for moment in self.vae.encode_moments(image[None]))
 
     @torch.no_grad()
-    def prompt(self, caption: str, encoded: Tensor | None = None) -> Tensor:
-        """Return a caption's text states (T, joint_attention_dim); encoded: those that a shard had."""
+    def reference_latents(self, key: str | None, pixels: Tensor) -> Tensor:
+        """Return a reference's normalised latents (C, h, w) float32: the mode, which edits are trained with.
+
+        key: names the picture at this size, None = do not keep it; pixels: uint8 (3, H, W).
+        """
+        kept = None if key is None else f"{key}\0reference"  # a target of this name has moments
+        if kept is None or (entry := self.latents_cache.get(kept)) is None:
+            entry = self.encode_picture(pixels)[:1]
+            if kept is not None:
+                self.latents_cache.put(kept, entry)
+        return entry[0]
+
+    @torch.no_grad()
+    def prompt(
+        self,
+        caption: str,
+        encoded: Tensor | None = None,
+        pictures: Sequence[Tensor] | None = None,
+        key: str | None = None,
+    ) -> Tensor:
+        """Return the text states (T, joint_attention_dim) of a caption, or of an instruction about pictures.
+
+        encoded: those that a shard had.
+        pictures: an edit's references as `TextEncoder.encode` takes them, or an empty list; None = text-to-image.
+        key: names the pictures at this size; without it the states of pictures are not kept.
+        """
         if encoded is not None:
             return encoded.to(self.device, self.dtype)
-        if (entry := self.text_cache.get(caption)) is None:
-            entry = (self.text.encode(caption),)
-            self.text_cache.put(caption, entry)
+        kept = caption if pictures is None else f"{key}\0{len(pictures)} pictures\0{caption}"
+        if pictures and key is None:
+            return self.text.encode(caption, pictures)
+        if (entry := self.text_cache.get(kept)) is None:
+            entry = (self.text.encode(caption, pictures),)
+            self.text_cache.put(kept, entry)
         return entry[0]
 
     @torch.no_grad()

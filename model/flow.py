@@ -54,15 +54,20 @@ def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
     return noise - x0
 
 
-def loss_per_sample(velocity: Tensor, target: Tensor, layout: PackedLayout) -> Tensor:
+def loss_per_sample(velocity: Tensor, target: Tensor, layout: PackedLayout, weights: Tensor | None = None) -> Tensor:
     """Mean squared error of each sample's target tokens.
 
     velocity, target: (I, C), any float dtype; reference tokens are ignored.
+    weights: (I,) of the tokens, at least one of a target above 0; the mean of a sample is the weighted one.
     Returns (B,) float32 (float64 if both are).  Source: Qwen-Image report, eq. 2.
     """
     if velocity.dtype != torch.float64:
         velocity, target = velocity.float(), target.float()
-    return layout.target_mean.to(velocity.dtype) @ (velocity - target).square().mean(dim=-1)
+    mean = layout.target_mean.to(velocity.dtype)
+    if weights is not None:
+        mean = mean * weights
+        mean = mean / mean.sum(dim=1, keepdim=True).clamp(min=torch.finfo(mean.dtype).tiny)  # a filler has no target
+    return mean @ (velocity - target).square().mean(dim=-1)
 
 
 def sampler_grid(num_steps: int, mu: float, shift_terminal: float | None = 0.02) -> Tensor:

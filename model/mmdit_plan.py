@@ -1,6 +1,6 @@
 """How the MMDiT is cut for parallel training; `parallel` applies it without knowing the model."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.layout import PackedLayout, shard_rows
 
@@ -90,3 +90,28 @@ FLOAT8_PARTS: tuple[str, ...] = (
     "transformer_blocks.*.img_mlp",
     "transformer_blocks.*.txt_mlp",
 )
+
+# Low-rank adapters: the linear layers that get one unless others are named, all that work on single tokens.
+LORA_TARGETS: tuple[str, ...] = (
+    "transformer_blocks.*.attn.to_q",
+    "transformer_blocks.*.attn.to_k",
+    "transformer_blocks.*.attn.to_v",
+    "transformer_blocks.*.attn.add_q_proj",
+    "transformer_blocks.*.attn.add_k_proj",
+    "transformer_blocks.*.attn.add_v_proj",
+    "transformer_blocks.*.attn.to_out.0",
+    "transformer_blocks.*.attn.to_add_out",
+    "transformer_blocks.*.img_mlp.net.0.proj",
+    "transformer_blocks.*.img_mlp.net.2",
+    "transformer_blocks.*.txt_mlp.net.0.proj",
+    "transformer_blocks.*.txt_mlp.net.2",
+)
+
+
+def without_gradient(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of which no output is made, those after the last block's text attention.
+
+    A reduction that waits for every parameter's gradient, as DDP's does, must not wait for these.
+    """
+    last = model.transformer_blocks[-1]
+    return [*last.attn.to_add_out.parameters(), *last.txt_mlp.parameters()]

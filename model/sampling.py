@@ -36,30 +36,34 @@ class SamplerSettings:
 def generate(
     model: nn.Module,
     prompts: Sequence[Tensor],
-    negative: Tensor,
+    negative: Tensor | Sequence[Tensor],
     noise: Sequence[Tensor],
     settings: SamplerSettings,
     languages: Sequence[int] | None = None,
+    references: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[Tensor]:
     """Sample one picture's latents for each prompt.
 
-    prompts: (B) text states (T_b, joint_attention_dim); negative: those of the negative prompt.
+    prompts: (B) text states (T_b, joint_attention_dim); negative: those of the negative prompt, one for all or (B); in
+    an edit it is about the same pictures as the prompt.
     noise: (B) standard normal latents (C, h, w), on the model's device; their shapes set the sizes.
     languages: (B) rows of the language embedding, if the model has one.
+    references: (B) lists of clean latents (C, h, w) of any sizes; None = text-to-image.
     Returns (B) normalised latents (C, h, w) float32.
     Every call runs the network num_steps times, so ranks that share a sharded model can call it side by side.
+    Source of edits: `diffusers` QwenImageEditPlusPipeline.__call__.
     """
     device = noise[0].device
-    sizes = [(1, n.shape[1] // PATCH, n.shape[2] // PATCH) for n in noise]
-    layout = PackedLayout.build([[size] for size in sizes], [len(p) for p in prompts], device)
+    negatives = [negative] * len(noise) if isinstance(negative, Tensor) else list(negative)
+    images = [[n, *r] for n, r in zip(noise, references or [()] * len(noise), strict=True)]  # of each sample
+    grids = [[(1, x.shape[1] // PATCH, x.shape[2] // PATCH) for x in sample] for sample in images]
+    layout = PackedLayout.build(grids, [len(p) for p in prompts], device)
     guided = settings.cfg_scale != 1.0
     # With guidance both halves go through the network in one pack: conditional samples, then unconditional ones.
     txt, doubled = torch.cat(list(prompts)), layout
     if guided:
-        txt = torch.cat((txt, *[negative] * len(sizes)))
-        doubled = PackedLayout.build(
-            [[size] for size in sizes * 2], [len(p) for p in prompts] + [len(negative)] * len(sizes), device
-        )
+        txt = torch.cat((txt, *negatives))
+        doubled = PackedLayout.build(grids * 2, [len(p) for p in (*prompts, *negatives)], device)
     language = torch.tensor(list(languages) * (1 + guided), device=device) if languages is not None else None
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
@@ -68,7 +72,8 @@ def generate(
         conditional, unconditional = model(x.repeat(2, 1), txt, t.repeat(2), doubled, language).float().chunk(2)
         return classifier_free_guidance(conditional, unconditional, settings.cfg_scale)
 
-    tokens = torch.cat([patchify(n.float()) for n in noise])
-    tokens = euler_sample(velocity, tokens, [settings.grid(h * w) for _, h, w in sizes], layout)
-    pieces = tokens.split([h * w for _, h, w in sizes])
-    return [unpatchify(piece, size) for piece, size in zip(pieces, sizes, strict=True)]
+    tokens = torch.cat([patchify(x.to(device).float()) for sample in images for x in sample])
+    targets = [sample[0] for sample in grids]
+    tokens = euler_sample(velocity, tokens, [settings.grid(h * w) for _, h, w in targets], layout)
+    pieces = tokens.split(layout.img_lens)
+    return [unpatchify(piece[: h * w], (f, h, w)) for piece, (f, h, w) in zip(pieces, targets, strict=True)]

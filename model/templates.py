@@ -14,5 +14,9 @@ EDIT_PREFIX = (
     "image that meets the user's requirements while maintaining consistency with the original input where "
     "appropriate.<|im_end|>\n<|im_start|>user\n"
 )
+# One for each reference, before the instruction.  The first edit model, for one reference, has no label.
+PICTURE_LABEL = "Picture {number}: "
+VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+END_OF_TURN = "<|im_end|>"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
 MAX_TOKENS = 1024  # of a caption's text states, suffix included

@@ -5,7 +5,7 @@ back and compared, described by commit.json (every file with its size and CRC-32
 renamed into place.  What has no valid commit.json does not exist.  Loading checks every byte before it unpickles
 anything or changes a tensor, and works on any mesh and any number of ranks.
 
-Tensors are named; a name must mean the same (sharded or replicated) tensor on every rank.
+Tensors are named; a name must mean the same (sharded or replicated) tensor on every rank that has it.
 """
 
 import contextlib
@@ -64,13 +64,15 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict) -> Pa
 def load(folder: Path, step: int, tensors: dict[str, Tensor]) -> dict:
     """Fill `tensors` in place from the checkpoint of `step` and return its state; every rank takes part.
 
+    tensors: what this rank holds; together the ranks must ask for all that is stored, on any number of them.
     Raises: ValueError, before a tensor changes, if the checkpoint is damaged, or its names, shapes or dtypes differ.
     """
     path = step_folder(folder, step)
     if problem := _shared_problem(folder, step):
         raise ValueError(f"{path} is not a valid checkpoint: {problem}")
     stored = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in _stored_tensors(path).items()}
-    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    wanted = {name: entry for of_rank in gather_results(lambda: own) for name, entry in of_rank.items()}
     missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     other = [
         f"{name} is {stored[name]} there, {wanted[name]} here"
@@ -101,6 +103,15 @@ def latest(folder: Path) -> int | None:
         if rank() == 0:
             log.warning("skipping damaged checkpoint %s: %s", step_folder(folder, step), problem)
     return None
+
+
+def load_latest(folder: Path, tensors: dict[str, Tensor]) -> tuple[int, dict | None]:
+    """Fill `tensors` from the newest valid checkpoint and return its step and state; 0 and None if there is none.
+
+    Raises: ValueError as `load` does.
+    """
+    step = latest(folder)
+    return (0, None) if step is None else (step, load(folder, step, tensors))
 
 
 class StoredTensors:

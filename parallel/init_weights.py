@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parallel.lora import init_adapter, is_adapter, released_name
 from parallel.slices import local_slice
 from parallel.weights import load_weights
 from utils.random_streams import torch_generator
@@ -24,7 +25,8 @@ def materialize(
 
     init(name, parameter, generator): fills one full parameter, a plain CPU tensor, in place.
     weights: where released weights lie (see `parallel.weights.load_weights`); then only what they lack is drawn.
-    optional: names that they may lack.
+    optional: names that they may lack.  Names are the released ones, also where layers have adapters (`parallel.lora`),
+    which are always drawn, in a way of their own.
     Each drawn parameter has a random stream of its own, from (seed, name): values are the same on every mesh.  At any
     time a rank holds one full parameter that is drawn beside its shards.
     Raises: ValueError if the weights do not fit the model or cannot be read.
@@ -34,9 +36,11 @@ def materialize(
     loaded = load_weights(model, weights, optional) if weights is not None else ()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            name = released_name(name)
             if name in loaded:
                 continue
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-            init(name, full, torch_generator(seed, 0, name, "init_weights"))
+            draw = init_adapter if is_adapter(name) else init
+            draw(name, full, torch_generator(seed, 0, name, "init_weights"))
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.copy_(full[local_slice(parameter)])

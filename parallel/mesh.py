@@ -32,6 +32,13 @@ def build_mesh(device_type: str, dp_replicate: int = 1, dp_shard: int = -1, cp: 
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
 
 
+def check_heads(mesh: DeviceMesh, num_heads: int) -> None:
+    """Raises: ValueError if cp and tp cannot share out the attention heads."""
+    cp, tp = mesh["cp"].size(), mesh["tp"].size()
+    if num_heads % (cp * tp):
+        raise ValueError(f"--cp {cp} × --tp {tp} does not divide the model's {num_heads} attention heads")
+
+
 def weights_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that weights are cut over: cp ranks work on the same samples, but as shards they are like others.
 

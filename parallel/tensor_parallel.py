@@ -146,6 +146,31 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], tp_mesh: De
         raise ValueError(f"the tensor-parallel plan leaves out {len(missed)} parameters, first {missed[0]}")
 
 
+def cut_low_rank(base: nn.Linear, down: nn.Linear, up: nn.Linear) -> None:
+    """Cut the factors of a low-rank update so that `up(down(x))` goes with `base(x)`, a layer that has been cut.
+
+    down: in → rank, up: rank → out, both without bias; the rank is never cut.
+      column-wise base   `down` is replicated, `up` cut along its output as the base is
+      row-wise base      `down` is cut along its input, the result summed, and `up` replicated
+      replicated base    both are replicated
+    What travels between the ranks is of the width of the rank: the sum of a row-wise `down`, the gradient of what a
+    column-wise `up` read.  Where an enclosing module sums the input's gradient already, that gradient is to stay each
+    rank's part, and it is the gradient of `down` that is summed.
+    """
+    tp_mesh, rows = base.weight.device_mesh, "_rows" if base.by_rows else ""
+    if isinstance(base, ColwiseLinear):
+        reads_parts = base.input_is_shared or (base.by_rows and not base.gather_output)
+        _cut("down", down, "replicate_rows" if reads_parts else "replicate", tp_mesh)
+        _cut("up", up, ("colwise_gather" if base.gather_output else "colwise") + rows, tp_mesh)
+        up.input_is_shared = base.input_is_shared
+    elif isinstance(base, RowwiseLinear):
+        _cut("down", down, "rowwise" + rows, tp_mesh)
+        _cut("up", up, "replicate" + rows, tp_mesh)
+    else:
+        _cut("down", down, "replicate" + rows, tp_mesh)
+        _cut("up", up, "replicate" + rows, tp_mesh)
+
+
 def _cut(name: str, module: nn.Module, style: str, tp_mesh: DeviceMesh) -> None:
     """Turn a module into its tensor-parallel form, and its parameters into DTensors."""
     base, by_rows = style.removesuffix("_rows"), style.endswith("_rows")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.distributed import gather_results, is_main, num_ranks
+from parallel.lora import base_parameters
 from parallel.safetensors_files import StoredFile, StoredTensor, find_files, read_headers
 from parallel.shard_reads import Read, Rows, plan_reads, run_reads, shard_rows
 from parallel.slices import local_slice
@@ -58,14 +59,14 @@ def read_safetensors(location: str | Path) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, location: str | Path, optional: Iterable[str] = ()) -> frozenset[str]:
     """Fill a model that has its memory, sharded or not; every rank takes part.  Returns the filled parameters' names.
 
-    optional: names that the location may lack (extensions); they keep their values.
+    optional: names that the location may lack (extensions); they keep their values, as adapters do (`parallel.lora`).
     Values are converted to the parameters' dtype and device.  Beside its shards a rank holds a few MB a read in flight.
     Raises: ValueError, on every rank and before a parameter changes, for damaged files and for missing, extra or
     wrong-shaped tensors.  ValueError on every rank if a read fails midway: the parameters are then of no use.
     """
     started = time.perf_counter()
     stored = _from_main(lambda: read_headers(location))
-    parameters = dict(model.named_parameters())
+    parameters = base_parameters(model)
     with ExitStack() as files:
         _agreed(lambda: _check_fit(parameters, stored, location, optional))
         reads = _agreed(lambda: _open_reads(parameters, stored, files))

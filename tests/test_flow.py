@@ -55,6 +55,22 @@ def test_interpolation_velocity_and_loss_by_hand():
     torch.testing.assert_close(loss, torch.stack(expected))
 
 
+def test_a_weighted_loss_is_each_sample_s_weighted_mean():
+    generator = torch.Generator().manual_seed(3)
+    velocity, target = (torch.randn(14, 5, generator=generator) for _ in range(2))
+    weights = torch.tensor([1, 3, 1, 1, 0, 2, 5, 1, 1, 1, 9, 9, 9, 0.5])
+    errors = (velocity - target).square().mean(dim=1)
+    targets = [slice(0, 6), slice(6, 10), slice(13, 14)]  # rows 10 to 12 are the second sample's reference
+    expected = torch.stack([(errors[s] * weights[s]).sum() / weights[s].sum() for s in targets])
+    torch.testing.assert_close(flow.loss_per_sample(velocity, target, LAYOUT, weights), expected)
+    plain = flow.loss_per_sample(velocity, target, LAYOUT)
+    torch.testing.assert_close(flow.loss_per_sample(velocity, target, LAYOUT, torch.full((14,), 7.0)), plain)
+    filled = PackedLayout.build(LAYOUT.grids, LAYOUT.txt_lens, fill_to=(20, 10, 5))
+    rows = [torch.cat((x, x.new_zeros(6, *x.shape[1:]))) for x in (velocity, target, weights)]
+    of_filled = flow.loss_per_sample(*rows[:2], filled, rows[2])
+    torch.testing.assert_close(of_filled, torch.cat((expected, torch.zeros(2))))
+
+
 def test_euler_walks_a_straight_line_home():
     torch.manual_seed(0)
     x0, noise = torch.randn(14, 4), torch.randn(14, 4)

@@ -142,11 +142,11 @@ def test_ranks_share_the_work_and_agree(tmp_path, num_ranks, monkeypatch):
     ranks = range(num_ranks)
     begun, together, index_shard = [], Barrier(num_ranks), data.index._index_shard
 
-    def slowly(shard, version, count_tokens):
+    def slowly(shard, version, *how):
         if len(begun) < num_ranks:  # all ranks are at their first shard at a time
             begun.append(shards.index(shard))
             together.wait(timeout=20)
-        return index_shard(shard, version, count_tokens)
+        return index_shard(shard, version, *how)
 
     monkeypatch.setattr("data.index._index_shard", slowly)
     with ThreadPoolExecutor(num_ranks) as pool:

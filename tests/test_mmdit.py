@@ -8,6 +8,7 @@ from diffusers import QwenImageTransformer2DModel
 
 from model.layout import PackedLayout
 from model.mmdit import MMDiT, MMDiTConfig
+from model.mmdit_plan import without_gradient
 
 SMALL = dict(
     num_layers=3,
@@ -189,3 +190,11 @@ def test_untrained_language_embedding_changes_nothing():
 def test_bad_configuration_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         MMDiTConfig(**{**SMALL, **change})
+
+
+def test_the_parameters_without_a_gradient_are_known():
+    _, network = build_pair(torch.float32)
+    layout, img, txt, t, _ = random_pack(SAMPLES, torch.float32)
+    network(img, txt, t, layout).sum().backward()
+    unused = {id(parameter) for parameter in without_gradient(network)}
+    assert {id(p) for p in network.parameters() if p.grad is None} == unused and len(unused) == 6

@@ -2,6 +2,7 @@
 
     --format diffusers   a whole pipeline folder, for `QwenImagePipeline.from_pretrained` and `tools.sample --model`
     --format comfyui     one .safetensors file, for ComfyUI's models/diffusion_models/
+    --merge              of a run that trained adapters: with these built in (tools.export_lora writes them alone)
 
 Works on one CPU process, from a checkpoint of any mesh, one tensor at a time.  The result is written beside its final
 name, read back, compared with the checkpoint, and only then renamed.
@@ -25,6 +26,7 @@ from parallel.checkpoint import StoredTensors
 from parallel.commit_record import sync_folder
 from parallel.safetensors_writer import TensorSpec, write_safetensors, write_sharded
 from parallel.weights import weight_files
+from tools.adapter import Adapter, MergedWeights
 from tools.exported_weights import ExportedWeights
 from tools.model_card import facts, licenses, model_card
 from tools.pipeline_parts import copy_parts, find_parts
@@ -55,6 +57,7 @@ class Config:
     data_license: str = ""  # of the training data, for the card
     hard_links: bool = False  # share the other parts' weight files with the model folder instead of copying them
     overwrite: bool = False  # replace an earlier export
+    merge: bool = False  # build a run's adapters (--lora_rank) into the network that they were trained on
 
 
 def read_trained(run: Path) -> dict:
@@ -68,21 +71,44 @@ def read_trained(run: Path) -> dict:
     return trained
 
 
-def check_output(cfg: Config, output: Path, sources: Iterable[Path]) -> None:
-    """Check that the output can be made without harm.
+def find_model(given: str, trained: dict) -> Path:
+    """Return the folder that a run began with.
 
-    sources: folders that the export is made from.
-    Raises: ValueError if its name is wrong, it exists and may not be replaced, or it holds a source.
+    given: where it is now, or "".
+    Raises: ValueError if it is not there.
+    """
+    model = Path(given or trained["model"])
+    if not model.is_dir():
+        raise ValueError(f"the run's model folder {model} is not here; name it with --model")
+    return model
+
+
+def chosen_step(step: str) -> int | None:
+    """Return the step that --step names; None for the latest.  Raises: ValueError if it is neither."""
+    if step != "latest" and not step.isdecimal():
+        raise ValueError(f"--step must be latest or a number, got {step!r}")
+    return None if step == "latest" else int(step)
+
+
+def check_output(cfg: Config, output: Path, sources: Iterable[Path]) -> None:
+    """Check that the output can be made without harm; sources: folders that the export is made from.
+
+    Raises: ValueError if its name is wrong, or as `check_replaceable` does.
     """
     if (cfg.format == "comfyui") != (output.suffix == ".safetensors"):
         kind = "one file: name it something.safetensors" if cfg.format == "comfyui" else "a folder: name one"
         raise ValueError(f"--format {cfg.format} makes {kind}, got --output {cfg.output}")
+    check_replaceable(output, cfg.overwrite, sources)
+
+
+def check_replaceable(output: Path, overwrite: bool, sources: Iterable[Path]) -> None:
+    """Raises: ValueError if the output exists and may not be replaced, or holds a folder that it is made from."""
     for source in sources:
         if source.resolve().is_relative_to(output):
-            raise ValueError(f"--output {cfg.output} holds {source}, which the export is made from; name another place")
+            raise ValueError(f"--output {output} holds {source}, which the export is made from; name another place")
     if not output.exists():
         return
-    if not cfg.overwrite:
+    if not overwrite:
         raise ValueError(f"{output} exists; name another --output, or replace it with --overwrite")
     if not is_export(output):
         raise ValueError(f"{output} is not an earlier export, so --overwrite leaves it; name another --output")
@@ -140,7 +166,11 @@ def _delete(path: Path) -> None:
 
 
 def write_comfyui(
-    path: Path, weights: ExportedWeights, read: Callable[[str], Tensor], zero_cond_t: bool, metadata: dict[str, str]
+    path: Path,
+    weights: ExportedWeights | MergedWeights,
+    read: Callable[[str], Tensor],
+    zero_cond_t: bool,
+    metadata: dict[str, str],
 ) -> None:
     """Write the one file that ComfyUI reads."""
     specs = dict(weights.specs)
@@ -149,15 +179,15 @@ def write_comfyui(
     write_safetensors(path, specs, lambda name: read(name) if name in weights.specs else torch.empty(0), metadata)
 
 
-def compare(files: dict[str, Path], weights: ExportedWeights, read: Callable[[str], Tensor]) -> None:
+def compare(files: dict[str, Path], specs: Iterable[str], read: Callable[[str], Tensor]) -> None:
     """Read a result back, one tensor at a time, and compare every byte with the checkpoint.
 
-    files: the file of every tensor that was written.
+    files: the file of every tensor that was written; specs: the names that were to be.
     Raises: ValueError for the first difference.
     """
-    if names := sorted(files.keys() ^ weights.specs.keys()):
+    if names := sorted(files.keys() ^ set(specs)):
         raise ValueError(f"{len(names)} tensors are not in both result and checkpoint, first {names[0]}")
-    for name in weights.specs:
+    for name in specs:
         if not _holds(files[name], name, read(name)):
             raise ValueError(f"{name} in {files[name].name} is not what was written; is the disk broken?")
 
@@ -176,13 +206,15 @@ def main(cfg: Config) -> None:
     # What is asked for
     run, output = Path(cfg.run), Path(cfg.output).resolve()
     trained = read_trained(run)
-    model = Path(cfg.model or trained["model"])
-    if not model.is_dir():
-        raise ValueError(f"the run's model folder {model} is not here; name it with --model")
+    model = find_model(cfg.model, trained)
     if cfg.max_shard_gb <= 0:
         raise ValueError(f"--max_shard_gb must be above 0, got {cfg.max_shard_gb}")
-    if cfg.step != "latest" and not cfg.step.isdecimal():
-        raise ValueError(f"--step must be latest or a number, got {cfg.step!r}")
+    if cfg.merge != (trained.get("lora_rank", 0) > 0):
+        raise ValueError(
+            "--merge: the run trained no adapters but the network itself; leave the flag out" if cfg.merge else
+            "the run trained adapters: --merge builds them into the network, tools.export_lora writes them alone"
+        )  # fmt: skip
+    step = chosen_step(cfg.step)
     check_output(cfg, output, (run, model))
     parts = find_parts(model) if cfg.format == "diffusers" else {}
     config = replace(MMDiTConfig.from_folder(model / "transformer"), num_languages=0)
@@ -191,11 +223,17 @@ def main(cfg: Config) -> None:
 
     # What the checkpoint holds
     print(f"checking every byte of the checkpoint in {run / 'checkpoints'}", flush=True)
-    stored = StoredTensors(run / "checkpoints", None if cfg.step == "latest" else int(cfg.step))
-    weights = ExportedWeights(stored, cfg.weights, config, getattr(torch, cfg.dtype), cfg.language)
+    stored = StoredTensors(run / "checkpoints", step)
+    weights: ExportedWeights | MergedWeights
+    if cfg.merge:
+        adapter = Adapter.from_run(stored, cfg.weights, trained)
+        weights = MergedWeights(adapter, model / "transformer", config, getattr(torch, cfg.dtype))
+    else:
+        weights = ExportedWeights(stored, cfg.weights, config, getattr(torch, cfg.dtype), cfg.language)
     known = facts(
         run, trained, model, {"step": str(stored.step), "weights": cfg.weights, "dtype": cfg.dtype}
-        | ({"language": f"{cfg.language}, built into the weights"} if cfg.language else {}),
+        | ({"language": f"{cfg.language}, built into the weights"} if cfg.language else {})
+        | ({"adapters": f"rank {trained['lora_rank']}, built into the weights"} if cfg.merge else {}),
         licenses(model, trained, cfg.license, cfg.data_license),
     )  # fmt: skip
 
@@ -214,7 +252,7 @@ def main(cfg: Config) -> None:
             write_comfyui(beside, weights, read, config.zero_cond_t, known)
             with safe_open(beside, framework="pt") as opened:
                 names = set(opened.keys()) - {COMFYUI_ZERO_COND_T}
-            compare(dict.fromkeys(names, beside), weights, read)
+            compare(dict.fromkeys(names, beside), weights.specs, read)
         else:
             transformer = beside / "transformer"
             transformer.mkdir(parents=True)
@@ -223,7 +261,7 @@ def main(cfg: Config) -> None:
             (beside / RECORD).write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             (beside / "README.md").write_text(model_card(known, trained), encoding="utf-8")
             write_sharded(transformer, "diffusion_pytorch_model", weights.specs, read, int(cfg.max_shard_gb * 1e9), {})
-            compare(weight_files(transformer), weights, read)
+            compare(weight_files(transformer), weights.specs, read)
     print(f"step {stored.step}, {cfg.weights}, {cfg.dtype}: {weights.num_bytes / 1e9:.2f} GB, equal to the checkpoint")
     print(f"  {output}")
     if cfg.format == "diffusers":

@@ -1,7 +1,8 @@
 """Make the tiny model of `assets/tiny`, in the released folder layout: `python -m tools.make_tiny`.
 
-About an hour on two cores: the VAE (`tools.tiny_vae`) and the text encoder (`tools.tiny_text`) are really trained, on
-the emoji; `transformer/` holds a configuration only, since training it is what `train_mmdit.py` is for.  Seeded: the
+About an hour on two cores: the VAE (`tools.tiny_vae`), the text encoder (`tools.tiny_text`) and its vision tower
+(`tools.tiny_vision`) are really trained, on the emoji; `transformer/` holds a configuration only, since training it is
+what `train_mmdit.py` is for.  Seeded: the
 same machine and thread count give the same files.
 """
 
@@ -10,10 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from data.emoji import small_list
 from data.emoji_table import load_emoji
+from model.text_encoder import TextEncoder
+from tools.tiny_scenes import emoji_lists
 from tools.tiny_text import WIDTH, retrieval, save_text, train_text_encoder, train_tokenizer
 from tools.tiny_vae import save_vae, train_vae, validation_psnr
+from tools.tiny_vision import picture_retrieval, train_vision
 from utils.config import parse, run_main
 
 TRANSFORMER = {
@@ -59,7 +65,8 @@ PIPELINE = {
 @dataclass(frozen=True)
 class Config:
     output: str = "assets/tiny"  # folder
-    part: Literal["all", "vae", "text", "configs"] = "all"  # what to make again
+    # What to make again.  text: tokenizer, language model and the tower, which learns from them; vision: that alone
+    part: Literal["all", "vae", "text", "vision", "configs"] = "all"
 
 
 def main(cfg: Config) -> None:
@@ -82,6 +89,12 @@ def main(cfg: Config) -> None:
                 f"text: nearest name in the other language, {name} {len(names)}: {retrieval(model, tokenizer, names)}"
             )
         save_text(model, tokenizer, folder)
+    if cfg.part in ("all", "text", "vision"):
+        tokenizer = TextEncoder.tokenizer_only(folder).tokenizer
+        train_vision(folder, tokenizer)
+        model = TextEncoder.from_folder(folder, torch.device("cpu"), with_vision=True).vlm
+        for name, emoji in zip(("curated", "in scenes", "all"), emoji_lists(), strict=True):
+            print(f"vision: picture to name, {name} {len(emoji)}: {picture_retrieval(model, tokenizer, emoji)}")
     if cfg.part in ("all", "vae"):
         vae = train_vae()
         print(f"vae: {validation_psnr(vae):.2f} dB on the held-out emoji")

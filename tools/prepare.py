@@ -4,6 +4,9 @@ Takes folders (the caption of a.jpg in a.txt or a.json), CSV, TSV and JSONL file
 embedded pictures, and webdataset tars.  Each picture is scaled, never squashed, to the nearest size of a table of areas
 and aspect ratios; what cannot be used is listed with its reason in rejects.jsonl; report.html shows what is there.
 
+A table with the columns "references" (a list of paths or URLs, [] for none) and "target" holds edits, with
+"instruction" or "instructions" and, where known, "mask", "actions" and "category".
+
 Under torchrun each process does its share; the output does not depend on their number.  The same command again resumes.
 """
 
@@ -20,12 +23,14 @@ import tyro
 
 from data.aspect import AREAS, table
 from data.index import build_index
+from data.plan import DEFAULT_CONDITION_PIXELS
 from data.row import Columns
 from data.sources import fingerprint, open_sources, pieces
 from parallel.distributed import is_main, num_ranks, rank
+from tools.prepare_picture import FORMATS
 from tools.prepare_progress import Progress
 from tools.prepare_report import write_report
-from tools.prepare_sample import FORMATS, MemberWriter, Recipe, raw_members
+from tools.prepare_sample import MemberWriter, Recipe, raw_members
 from tools.prepare_shards import (
     DUPLICATES,
     Output,
@@ -33,6 +38,7 @@ from tools.prepare_shards import (
     load_repeated,
     make_shard,
     publish_shard,
+    read_records,
 )
 from tools.prepare_state import begin, complete
 from utils.config import parse, run_main
@@ -74,11 +80,12 @@ class Config:
     # How to run.
     model: str = ""  # folder with tokenizer/: captions are counted in tokens, and the index is built
     cache_folder: str = ".cache"  # for the index
+    condition_pixels: int = DEFAULT_CONDITION_PIXELS  # area at which the text encoder sees references: for the index
     num_workers: int = 2  # threads a process; more for URLs
 
 
 # These do not decide what comes out.
-_MAY_CHANGE = frozenset({"output", "cache_folder", "num_workers"})
+_MAY_CHANGE = frozenset({"output", "cache_folder", "condition_pixels", "num_workers"})
 
 
 def check(cfg: Config) -> None:
@@ -95,6 +102,8 @@ def check(cfg: Config) -> None:
             raise ValueError(f"--{flag} must be from {low} to {high}, got {value}")
     if not cfg.name or any(character in cfg.name for character in "/.\0"):
         raise ValueError(f"--name begins the shards' file names: no dot and no slash, got {cfg.name!r}")
+    if kept := {"references", "actions"} & {*cfg.keep_columns}:
+        raise ValueError(f"--keep_columns {min(kept)}: that is what the .json of an edit has; rename the column")
     for area in cfg.areas:
         table(area)
     if not cfg.areas:
@@ -172,7 +181,11 @@ def prepare(cfg: Config) -> None:
     for number in mine:
         publish_shard(output, number, load_repeated(output, shards[number]))
         if text:
-            build_index([str(output.shard(number))], text.count_tokens, text.tokenizer_id, Path(cfg.cache_folder))
+            has_edits = any("references" in record for record in read_records(output, number))
+            build_index(
+                [str(output.shard(number))], text.count_tokens, text.tokenizer_id, Path(cfg.cache_folder),
+                condition_pixels=cfg.condition_pixels if has_edits else None,
+            )  # fmt: skip
     dist.barrier()
 
     # ---- What came of it ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ class Example:
     """A row to look at."""
 
     origin: str
-    pictures: list[str]  # data URLs; of a repeated one it and the earlier
+    pictures: list[str]  # data URLs; of a repeated one it and the earlier; of an edit references and target
     captions: list[tuple[str, str]]  # (language, text)
     detail: str = ""
 
@@ -87,6 +87,11 @@ def _charts(report: Mapping) -> str:
             "Languages", bars({_language(k): n for k, n in report["languages"].items()}, kept), "rows with a caption"
         ),
         _card("Categories", bars({k or "none": n for k, n in report["categories"].items()}, kept), "rows"),
+        *(
+            [_card("References", bars(report["references"], kept), "edits, by number of pictures")]
+            if "references" in report
+            else []
+        ),
         _card("Aspect ratios", bars(report["ratios"], samples), "samples; own = between the table's ratios"),
         _card("Sizes", bars(report["sizes"], samples), "samples; width x height in pixels"),
     ]

@@ -84,6 +84,8 @@ def _collect(output: Output, sources: Sequence[Source], shards: Sequence[Piece],
                 continue
             totals["kept"] += 1
             counts["categories"][record["category"]] += 1
+            if "references" in record:
+                counts["references"][str(record["references"])] += 1
             languages = record["caption_lengths"]
             counts["language_sets"][" + ".join(languages)] += 1
             for language, values in languages.items():
@@ -109,6 +111,7 @@ def _collect(output: Output, sources: Sequence[Source], shards: Sequence[Piece],
         "rejects": {reason: rejects[reason] for reason in REASONS if rejects[reason]},
         **{name: _by_count(counts[name]) for name in (
             "languages", "wordings", "language_sets", "categories", "areas", "ratios", "sizes")},
+        **({"references": _by_count(counts["references"])} if counts["references"] else {}),  # of edits
         "max_cropped": max_cropped,
         "caption_length_unit": "tokens" if counts_tokens else "characters",
         "caption_lengths": {language: _spread(lengths[language]) for language in sorted(lengths)},
@@ -172,9 +175,9 @@ def _kept_example(record: dict, shards: Sequence[Piece], recipe: Recipe) -> Exam
     size = "{1} x {0}".format(*sample.size)
     captions = {wording.language: wording.text for wording in reversed(sample.wordings)}  # the first of each language
     stored = ", ".join("{1} x {0}".format(*p.placement.size) for p in sample.pictures)
-    return Example(
-        record["origin"], [thumbnail(sample.pictures[0].image)], sorted(captions.items()), f"{size} → {stored}"
-    )
+    references = [] if sample.edit is None else [image for _, image in sample.edit.references]
+    shown = [thumbnail(image) for image in (*references, sample.pictures[0].image)]
+    return Example(record["origin"], shown, sorted(captions.items()), f"{size} → {stored}")
 
 
 def _reject_example(line: dict, shards: Sequence[Piece]) -> Example:

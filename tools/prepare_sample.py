@@ -16,6 +16,8 @@ from data.images import decode_image
 from data.picture_bytes import read_picture_bytes
 from data.picture_hash import picture_hash
 from data.row import Row
+from tools.prepare_edit import EDIT_REASONS, Edit, EditError, make_edit
+from tools.prepare_picture import encode, original
 
 # Why a row is left out, and how that is said.
 REASONS = {
@@ -26,11 +28,10 @@ REASONS = {
     "undecodable": "no readable picture",
     "too_small": "too small",
     "too_extreme": "too extreme an aspect ratio",
+    **EDIT_REASONS,
     "same_file": "the same file again",
     "same_picture": "the same picture again",
 }
-FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
-_EXTENSIONS = {name: extension for extension, name in FORMATS.items()}
 _KEY_DIGITS = 10
 
 
@@ -42,7 +43,7 @@ class Recipe:
     every_area: bool  # a sample for every area that the picture fills, not only for the largest
     max_crop: float
     max_enlargement: float
-    format: str  # of FORMATS
+    format: str  # of tools.prepare_picture.FORMATS
     quality: int
     defaults: dict[str, str]  # category, source, license of rows that have none
 
@@ -76,8 +77,9 @@ class Sample:
     pictures: list[FittedPicture]  # the largest first
     wordings: list[Wording]  # sorted by language
     meta: dict  # of the sample's .json, without what is particular to a size
-    hash: np.ndarray  # (3,) uint64, of the whole picture
-    digest: bytes  # of the file
+    hash: np.ndarray  # (3,) uint64, of the whole picture; of an edit of all its bytes: only the same one is alike
+    digest: bytes  # of the file; of an edit of all its bytes
+    edit: Edit | None = None  # None = text-to-image
 
     @property
     def captions(self) -> dict[str, list[str]]:
@@ -101,7 +103,8 @@ class Sample:
             "scaled_size": list(picture.placement.scaled),
             "crop_box": [left, top, left + width, top + height],
         }
-        return json.dumps(self.meta | sizes, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")
+        edit = {} if self.edit is None else self.edit.meta(picture.placement, self.size)
+        return json.dumps(self.meta | edit | sizes, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")
 
 
 # What a sample is written as: [(key, {extension: content})].
@@ -144,7 +147,7 @@ def make_sample(number: int, row: Row, recipe: Recipe) -> Sample | Reject:
     except TooExtremeError as error:
         return reject("too_extreme", error)
     pictures = [
-        FittedPicture(cut(image, placement), placement, _original(content, image, placement))
+        FittedPicture(cut(image, placement), placement, _file(content, image, placement))
         for placement in placed[: None if recipe.every_area else 1]
     ]
     named = {name: str(value) for name, value in row.fields.items() if name in recipe.defaults}
@@ -155,16 +158,30 @@ def make_sample(number: int, row: Row, recipe: Recipe) -> Sample | Reject:
         "origin": row.origin,
     }
     meta |= {name: value for name, value in row.fields.items() if name not in meta}
-    digest = hashlib.sha256(content).digest()[:16]
-    return Sample(number, row.origin, size, pictures, wordings, meta, picture_hash(image), digest)
+    if row.edit is None:
+        digest = hashlib.sha256(content).digest()[:16]
+        return Sample(number, row.origin, size, pictures, wordings, meta, picture_hash(image), digest)
+    try:
+        edit = make_edit(row.edit, size)
+        for picture in pictures:
+            edit.meta(picture.placement, size)  # may find a box cut off
+    except EditError as error:
+        return reject(error.reason, error)
+    # Of the same target there may be many edits, and a small edit of a picture looks like another of it.
+    digest = hashlib.sha256(b"\0".join([content, edit.content, json.dumps(meta["captions"]).encode()])).digest()
+    hash_ = np.frombuffer(digest[:24], np.uint64)
+    return Sample(number, row.origin, size, pictures, wordings, meta, hash_, digest[:16], edit)
 
 
 def raw_members(sample: Sample, recipe: Recipe) -> Members:
     """Write each size as a picture file and a .json; the original file where it shows the same pixels."""
     members = []
     for picture in sample.pictures:
-        extension, content = picture.file or (recipe.format, _encode(picture.image, recipe))
-        members.append((sample.key(picture), {extension: content, "json": sample.meta_of(picture)}))
+        extension, content = picture.file or (recipe.format, encode(picture.image, recipe.format, recipe.quality))
+        others = {}
+        if sample.edit is not None:
+            others = sample.edit.members(picture.placement, sample.size, recipe.format, recipe.quality)
+        members.append((sample.key(picture), {extension: content, "json": sample.meta_of(picture)} | others))
     return members
 
 
@@ -186,24 +203,6 @@ def _captions(wordings: list[Wording]) -> dict[str, list]:
     return captions
 
 
-def _original(content: bytes, shown: Image.Image, placement: Placement) -> tuple[str, bytes] | None:
-    """Return the file as (extension, content) if any reader sees in it what is to be stored."""
-    if not placement.size == placement.scaled == (shown.height, shown.width):
-        return None
-    file = Image.open(io.BytesIO(content))
-    extension = _EXTENSIONS.get(file.format)
-    if extension is None or file.mode not in ("RGB", "L") or "transparency" in file.info:
-        return None
-    if getattr(file, "n_frames", 1) != 1 or file.size != shown.size:
-        return None
-    same = np.array_equal(np.asarray(file.convert("RGB")), np.asarray(shown))
-    return (extension, content) if same else None
-
-
-def _encode(image: Image.Image, recipe: Recipe) -> bytes:
-    options = {} if recipe.format == "png" else {"quality": recipe.quality}
-    if recipe.format == "jpg":
-        options["subsampling"] = 0  # colours at full resolution
-    buffer = io.BytesIO()
-    image.save(buffer, FORMATS[recipe.format], **options)
-    return buffer.getvalue()
+def _file(content: bytes, image: Image.Image, placement: Placement) -> tuple[str, bytes] | None:
+    """Return the file as (extension, content) if it can be stored as it is."""
+    return original(content, image) if placement.size == placement.scaled == (image.height, image.width) else None

@@ -147,6 +147,7 @@ def _record(outcome: Sample | Reject, members: list, count_tokens: Callable[[str
         "caption_lengths": {name: [measure(text) for text in texts] for name, texts in outcome.captions.items()},
         "hash": outcome.hash.tobytes().hex(),
         "digest": outcome.digest.hex(),
+        **({} if outcome.edit is None else {"references": len(outcome.edit.references)}),
     }
 
 

@@ -27,6 +27,7 @@ from model.mmdit import MMDiT, MMDiTConfig
 from model.sampling import SamplerSettings, generate
 from parallel import checkpoint
 from parallel.weights import read_safetensors
+from tools.adapter import Adapter, load_adapted
 from utils.config import parse, run_main
 from utils.picture_grid import labelled_grid
 from utils.random_streams import torch_generator
@@ -132,7 +133,13 @@ def load_model(run: str, model: str, step: int, weights: str, device: torch.devi
         prefix = {"ema": "ema.", "raw": "model."}.get(weights)
         if prefix is None:
             raise ValueError(f"--weights must be ema or raw, got {weights!r}")
-        tensors, source = checkpoint.load_tensors(checkpoints, step, prefix), f"{checkpoints} step {step} ({weights})"
+        source = f"{checkpoints} step {step} ({weights})"
+        if trained.get("lora_rank", 0):
+            adapter = Adapter.from_run(checkpoint.StoredTensors(checkpoints, step), weights, trained)
+            load_adapted(network, adapter, folder / "transformer")
+            network.to(device, dtype).eval().requires_grad_(False)
+            return network, Encoders(folder, device, dtype), f"{source}, adapters on {folder}"
+        tensors = checkpoint.load_tensors(checkpoints, step, prefix)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     else:
         tensors, source = read_safetensors(folder / "transformer"), model

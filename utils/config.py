@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,6 +44,19 @@ def parse(config_class: type[Config], description: str | None = None, args: Sequ
         if stop.code and not is_first:
             _let_the_first_rank_speak()
         raise
+
+
+def check_values(config: object, at_least_1: Collection[str], choices: Mapping[str, Collection]) -> None:
+    """Raise ValueError for a field whose value no later check would explain.
+
+    at_least_1: names of fields that hold such numbers.  choices: what a field may be, by name.
+    """
+    for name in at_least_1:
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(config, name)}")
+    for name, known in choices.items():
+        if getattr(config, name) not in known:
+            raise ValueError(f"--{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}")
 
 
 def run_main(main: Callable[[Config], None], config: Config) -> None:

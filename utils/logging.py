@@ -91,6 +91,18 @@ class RunLog:
             self._samples_seen = (self.folder / "samples_seen.jsonl").open("a", encoding="utf-8", buffering=1)
         self._samples_seen.write(json.dumps({"step": step, "samples": keys}, ensure_ascii=False) + "\n")
 
+    def check(self, step: int, loss: float, grad_norm: float, num_bad: float, max_bad_samples: int) -> None:
+        """Raise ValueError, on every rank alike, if the run must not take this step."""
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise ValueError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; stopped before the weights changed. "
+                "Lower --lr, or look at the step's samples (--log_samples); the same command resumes from the last save"
+            )
+        if num_bad > max_bad_samples:
+            raise ValueError(
+                f"step {step}: {num_bad:.0f} bad samples, over --max_bad_samples; see {self.folder}/train.log"
+            )
+
     def close(self) -> None:
         """Finish every file."""
         if self.is_main:
@@ -101,8 +113,8 @@ class RunLog:
                 self._samples_seen.close()
         _remove_handlers()
 
-    def done(self, checkpoint: Path | None) -> None:
-        """Finish every file and say where what was made lies."""
+    def done(self, checkpoint: Path | None, try_it: str) -> None:
+        """Finish every file and say where what was made lies; try_it: a module's command line, without --run."""
         self.close()
         if not self.is_main:
             return
@@ -110,7 +122,7 @@ class RunLog:
         print(f"  curves      .venv/bin/tensorboard --logdir {self.folder}")
         if checkpoint is not None:
             print(f"  checkpoint  {checkpoint}")
-            print(f"  try it      ./launch.sh -m tools.sample --run {self.folder} --prompt 'dog face' --prompt 狗脸")
+            print(f"  try it      ./launch.sh -m {try_it}")
 
 
 class _Console(logging.Handler):

@@ -4,11 +4,12 @@ The state is there at once, also for parameters that never get a gradient, so th
 same keys.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
 
 from utils.muon import Muon
@@ -87,14 +88,33 @@ def build_adamw(
     """Return torch's AdamW; see `build_optimizer`."""
     groups = _decay_groups(named_parameters, weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    for parameter in (p for group in groups for p in group["params"]):
-        # What AdamW itself would make at a parameter's first gradient.
+    _fill_adamw_state(optimizer)
+    return optimizer
+
+
+def build_zero_adamw(
+    named_parameters: NamedParameters, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> ZeroRedundancyOptimizer:
+    """Return torch's AdamW with its state shared out over the ranks (ZeRO-1, arXiv 1910.02054), for DDP's copies.
+
+    Each rank keeps the state of whole parameters, about as many numbers as the others, updates these parameters and
+    sends them to all.  A step is the same, number by number, as that of `build_adamw`.
+    """
+    optimizer = ZeroRedundancyOptimizer(
+        _decay_groups(named_parameters, weight_decay), torch.optim.AdamW, lr=lr, betas=betas, eps=eps, fused=True
+    )
+    _fill_adamw_state(optimizer.optim)
+    return optimizer
+
+
+def _fill_adamw_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make, for every parameter, the state that AdamW would make at its first gradient."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
-    return optimizer
 
 
 def _build_adamw8bit(
@@ -148,13 +168,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer | Together, lr: float) ->
             group["lr"] = lr
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer | Together, model: nn.Module) -> dict[str, Tensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer | Together, model: nn.Module | Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
     """Return the optimizer's state as one flat dict, "parameter name.state name" → tensor; filling these restores it.
+
+    model: gives the parameters' names; or the parameters under names of the caller's choice.
+    Of an optimizer whose state is shared out over the ranks, what lies on this one.
 
     8-bit state is two tensors: "….codes" uint8, cut as the parameter is, and "….scale" float32, (rows, blocks a row).
     """
-    state, tensors = optimizer.state, {}
-    for name, parameter in model.named_parameters():
+    # ZeRO keeps its part in an optimizer of its own.
+    state, tensors = getattr(optimizer, "optim", optimizer).state, {}
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else model.items():
         for key, tensor in state.get(parameter, {}).items():
             local = _local(tensor)
             if hasattr(local, "codes"):

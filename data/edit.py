@@ -1,0 +1,157 @@
+"""What a shard holds of an edit besides target and instruction: references, the region's mask, the plan.
+
+A sample is an edit if its .json has "references": how many pictures it starts from, 0 to 3, which lie beside the
+target as KEY.ref0.png and so on, in order.  KEY.mask.png, as large as the target, is white where the edit may change
+something.  "actions" in the .json is the plan (`data.edit_plan`).
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from data.captions import decode_text, language_row
+from data.edit_plan import EditPlan
+from data.images import MULTIPLE, decode_image, fit
+from data.reference_size import Size, area_size
+
+CATEGORIES = ("recolor", "replace", "transform", "add", "remove", "background", "move", "text", "other")
+MAX_REFERENCES = 3
+MASK = "mask"
+_WHITE = 128  # of 255, from which on a mask's pixel counts as white
+
+
+@dataclass(frozen=True)
+class EditMeta:
+    """What the .json of an edit says."""
+
+    num_references: int
+    plan_text: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class ReferencePicture:
+    """A reference as the two encoders see it, uint8 (3, H, W) each."""
+
+    vae: Tensor
+    condition: Tensor
+
+
+def parse_edit(extension: str, data: bytes) -> EditMeta | None:
+    """Return what a sample's .json says of an edit, None if it is none.
+
+    Raises: ValueError for a number of references that cannot be, or an action list that breaks the schema.
+    """
+    if extension != "json" or '"references"' not in (text := decode_text(data)):  # most are none: no second parse
+        return None
+    content = json.loads(text)
+    if not isinstance(content, dict) or "references" not in content:
+        return None
+    count = content["references"]
+    if type(count) is not int or not 0 <= count <= MAX_REFERENCES:
+        raise ValueError(f"its .json says {count!r} references; an edit has 0 to {MAX_REFERENCES}")
+    actions = content.get("actions")
+    return EditMeta(count, None if actions is None else EditPlan.from_json(actions).to_text())
+
+
+def reference_members(members: Mapping[str, object], extensions: Iterable[str], count: int) -> list[str]:
+    """Return the extensions under which an edit's references lie, in order.
+
+    Raises: ValueError if there are not exactly `count`, or one lies there twice.
+    """
+    extensions = list(extensions)
+    found = []
+    for number in range(count):
+        here = [name for e in extensions if (name := f"ref{number}.{e}") in members]
+        if len(here) != 1:
+            there = " and ".join(here) if here else f"no ref{number}"
+            raise ValueError(f"its .json says {count} references, but there is {there}")
+        found += here
+    if extra := [name for name in members if name.startswith("ref") and name not in found]:
+        raise ValueError(f"its .json says {count} references, but there is {extra[0]} as well")
+    return found
+
+
+def mask_member(members: Mapping[str, object], extensions: Iterable[str]) -> str | None:
+    """Return the extension under which an edit's mask lies, or None.
+
+    Raises: ValueError if it is no picture's, or there are two.
+    """
+    found = [name for name in members if name.partition(".")[0] == MASK]
+    if len(found) > 1 or found and found[0] not in [f"{MASK}.{e}" for e in extensions]:
+        raise ValueError(f"its mask must be one picture, there is {' and '.join(found)}")
+    return found[0] if found else None
+
+
+def num_reference_tokens(sizes: Iterable[Size]) -> int:
+    """Return how many image tokens references of these sizes in pixels become."""
+    return sum((height // MULTIPLE) * (width // MULTIPLE) for height, width in sizes)
+
+
+def decode_reference(data: bytes, vae_area: int, condition_area: int) -> ReferencePicture:
+    """Decode a reference and scale it for both encoders.  Raises: ValueError if it is no picture, or too thin."""
+    image = decode_image(data)
+    return ReferencePicture(*(_scaled(image, area) for area in (vae_area, condition_area)))
+
+
+def _scaled(image: Image.Image, area: int) -> Tensor:
+    height, width = area_size(image.height, image.width, area)
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def decode_mask(data: bytes, target: Size, trained: Size) -> Tensor:
+    """Decode a mask of a target's size and cut it as the target is: bool (H, W), True inside the region.
+
+    Raises: ValueError if it is no picture, or of another size.
+    """
+    image = decode_image(data)
+    if (image.height, image.width) != target:
+        raise ValueError(f"its mask has {image.height} x {image.width} pixels, its target {target[0]} x {target[1]}")
+    return torch.from_numpy(np.array(fit(image, trained).convert("L")) >= _WHITE)
+
+
+def category_row(category: str) -> int:
+    """Return the place of a category in CATEGORIES; an unknown one is "other"."""
+    return CATEGORIES.index(category if category in CATEGORIES else "other")
+
+
+def sample_labels(samples: Sequence, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight (0 = a filler), row of LANGUAGE_ROWS and row of CATEGORIES of samples as read, (B,) each."""
+    weights = torch.tensor([sample.plan.weight for sample in samples], device=device)
+    languages = torch.tensor([language_row(sample.plan.language) for sample in samples], device=device)
+    return weights, languages, torch.tensor([category_row(sample.category) for sample in samples], device=device)
+
+
+def token_weights(mask: Tensor | None, grid: tuple[int, int, int], inside: float) -> Tensor:
+    """Return the weight of each of a target's tokens in its loss, (tokens,) float32: `inside` where a mask has pixels.
+
+    mask: bool (H, W), or None for 1 everywhere; grid: the target's (frames, rows, columns) of tokens.
+    """
+    _, rows, columns = grid
+    if mask is None:
+        return torch.ones(rows * columns)
+    touched = mask.view(rows, MULTIPLE, columns, MULTIPLE).any(dim=3).any(dim=1).flatten()
+    return torch.where(touched, inside, 1.0)
+
+
+def parse_shares(shares: Iterable[str]) -> dict[str, float] | None:
+    """Return {category: share} of texts like "remove=2"; None without any: all alike.
+
+    Raises: ValueError for anything else.
+    """
+    found = {}
+    for text in shares:
+        category, separator, number = text.partition("=")
+        try:
+            found[category] = float(number)
+        except ValueError:
+            separator = ""
+        if not separator or not 0 <= found[category] < float("inf"):
+            raise ValueError(f"--shares takes category=number with numbers from 0 on, such as remove=2, got {text!r}")
+    return found or None

@@ -1,0 +1,73 @@
+"""Draw edits whose references are read already, several in a pack."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from model.encoders import Encoders
+from model.latents import PATCH
+from model.sampling import SamplerSettings, generate
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """One edit to be drawn.
+
+    noise: standard normal latents (C, h, w) on any device, whose shape sets the size.
+    condition, vae: the references as the text encoder and as the VAE see them, uint8 (3, H, W) each.
+    language: a row of the language embedding, if the network has one.
+    key: names the references, so that what is encoded is kept; None = not kept.
+    """
+
+    instruction: str
+    noise: Tensor
+    condition: Sequence[Tensor] = field(default=())
+    vae: Sequence[Tensor] = field(default=())
+    language: int | None = None
+    key: str | None = None
+
+
+def draw_edits(
+    network: nn.Module,
+    encoders: Encoders,
+    drawings: Sequence[Drawing],
+    settings: SamplerSettings,
+    negative_prompt: str = " ",
+    max_tokens: int = 8192,
+) -> list[np.ndarray]:
+    """Return one uint8 (H, W, 3) picture an edit; max_tokens: in the network at once, both guidance halves counted."""
+    guided = settings.cfg_scale != 1.0
+    pictures: list[np.ndarray] = []
+    with tqdm(total=len(drawings), unit="picture", disable=None) as progress:
+        start = 0
+        while start < len(drawings):
+            prompts, negatives, references, used = [], [], [], 0
+            for drawing in drawings[start:]:
+                states = [
+                    encoders.prompt(text, pictures=list(drawing.condition), key=drawing.key)
+                    for text in (drawing.instruction, negative_prompt)[: 1 + guided]
+                ]
+                latents = [
+                    encoders.reference_latents(None if drawing.key is None else f"{drawing.key} {i}", pixels)
+                    for i, pixels in enumerate(drawing.vae)
+                ]
+                grid_tokens = sum(x.shape[1] * x.shape[2] // PATCH**2 for x in (drawing.noise, *latents))
+                used += (1 + guided) * grid_tokens + sum(map(len, states))
+                if prompts and used > max_tokens:
+                    break
+                prompts.append(states[0])
+                negatives.append(states[-1])
+                references.append(latents)
+            pack = drawings[start : start + len(prompts)]
+            languages = [drawing.language for drawing in pack]
+            drawn = generate(
+                network, prompts, negatives, [drawing.noise.to(encoders.device) for drawing in pack], settings,
+                None if None in languages else languages, references,
+            )  # fmt: skip
+            pictures += [encoders.picture(x) for x in drawn]
+            start += len(pack)
+            progress.update(len(pack))
+    return pictures

@@ -1,0 +1,400 @@
+"""Fine-tune an instruction-edit model: pictures and an instruction → a plan of actions → the new picture.  DDP.
+
+    ./launch.sh train_edit_ddp.py                                   this machine: all GPUs, or two CPU processes
+    torchrun --nproc_per_node=8 train_edit_ddp.py --model /models/Qwen-Image-Edit-2509 --data '/data/edits/*.tar' \\
+        --train renderer --lora_rank 32
+
+The planner is Qwen2.5-VL: it reads the references and the instruction, and answers with a JSON list of actions.  Its
+states of what it read are the text states of the renderer, the MMDiT, which draws the picture beside the references.
+The same command again resumes.  Source: Qwen-Image technical report, arXiv 2508.02324; QwenImageEditPlusPipeline.
+"""
+
+import contextlib
+import logging
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.balanced_sampler import CategoryBalancedSampler
+from data.captions import LANGUAGE_ROWS
+from data.edit import CATEGORIES, parse_shares, sample_labels, token_weights
+from data.index import build_index
+from data.instructions import choose_wording
+from data.mixture import load_mixture
+from data.plan import BatchPlan, spread_micro_batches
+from data.reader import Loader, Reader, Sample
+from data.shard_cache import open_shard_cache
+from data.word_filter import WordFilter
+from model import flow
+from model.edit_planner import Planner, PlannerInput, PlannerOutput
+from model.encoders import Encoders
+from model.latents import PATCH, patchify
+from model.layout import PackedLayout
+from model.mmdit import MMDiT, MMDiTConfig, init_parameter
+from model.mmdit_plan import FSDP_UNITS, LORA_TARGETS, without_gradient
+from model.sampling import SamplerSettings
+from parallel import checkpoint
+from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.ddp import replicate
+from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
+from parallel.grad_norm import clip_grad_norm
+from parallel.init_weights import materialize
+from parallel.lora import apply_lora, base_record, check_base, trained_parameters
+from parallel.weights import has_weights
+from tools.edit_grid import edit_grid, spread_examples
+from utils.config import MAY_CHANGE, check_values, parse, run_main, write_run_folder
+from utils.ema import EMA
+from utils.logging import RunLog, set_up_logging
+from utils.loss_tally import LossTally
+from utils.optimizer import build_adamw, build_zero_adamw, set_learning_rate
+from utils.phase_timer import PhaseTimer
+from utils.random_streams import stream_seed, torch_generator, uniform
+from utils.run_state import networks_tensors
+from utils.schedule import learning_rate
+
+NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
+DTYPES, TRAINABLE = ("float32", "bfloat16"), ("planner,renderer", "planner", "renderer")
+log = logging.getLogger("train")
+
+
+@dataclass(frozen=True)
+class Config:
+    # Model and data
+    model: str = "assets/tiny"  # folder in the released layout: transformer/ vae/ text_encoder/ tokenizer/ scheduler/
+    from_scratch: bool = False  # ignore weights in the folder's transformer/
+    train: str = "planner,renderer"  # either or both
+    freeze_vision: bool = False  # keep the planner's vision tower: no gradients and optimizer state of it
+    data: str = "emoji-edits"  # emoji-edits, shards (folder, pattern or list.txt; s3://, https://), or a mixture
+    validation_data: str = ""  # held-out shards, likewise; emoji-edits brings its own
+    run_folder: str = "runs/edit"  # everything this run writes; an existing one is resumed
+    cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
+    # Batch and length
+    num_steps: int = 800  # optimizer steps
+    global_batch_size: int = 64  # samples an optimizer step, over all ranks
+    max_tokens_per_micro_batch: int = 8192  # image and text tokens a rank holds at once: sets the memory
+    max_pixels: int = 1024 * 1024  # larger targets are scaled down to this area, aspect kept
+    reference_pixels: int = 96 * 96  # area at which the renderer sees each reference; the released models: 1048576
+    condition_pixels: int = 96 * 96  # area at which the planner sees each reference; the released models: 147456
+    # Low-rank adapters: what is trained of the renderer instead of all
+    lora_rank: int = 0  # of each adapter; 0 = none
+    lora_alpha: float = 0.0  # the adapters' outputs are scaled by alpha / rank; 0 = by 1
+    lora_dropout: float = 0.0  # share of the adapters' inputs that is set to zero
+    lora_targets: tuple[str, ...] = LORA_TARGETS  # name patterns of the layers that get one
+    # Samples and instructions
+    shares: tuple[str, ...] = ()  # share of each category, "remove=2 text=1 …"; nothing = all alike
+    normalize: float = 0.5  # probability that a loose wording is put into its canonical form
+    refused_words: str = ""  # file, one word or phrase a line: samples with them are left out
+    zh_share: float = 0.5  # probability of the Chinese instruction where a sample has both
+    instruction_dropout: float = 0.1  # share of samples whose renderer sees the empty instruction
+    # Objective
+    t_mean: float = 1.2  # logit-normal time, before the resolution shift
+    t_std: float = 1.5
+    region_weight: float = 1.0  # of a token inside the edited region against one outside, where a sample has a mask
+    plan_weight: float = 1.0  # of the planner's cross-entropy a sample
+    # Optimizer
+    lr: float = 4e-3  # the renderer's peak learning rate
+    planner_lr: float = 1e-3
+    lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
+    lr_final: float = 0.05  # where the cosine ends, as a share of lr
+    warmup_steps: int = 50
+    beta1: float = 0.9
+    beta2: float = 0.99
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.01  # not on biases and norms
+    max_grad_norm: float = 1.0  # of each network
+    ema_decay: float = 0.998  # of the renderer; rises to this value over the first steps
+    # Parallelism, memory and speed
+    dtype: str = "auto"  # compute in float32 or bfloat16 (auto: on GPUs); master weights and sums stay float32
+    reduce_dtype: str = "float32"  # in which gradients are summed over ranks: float32 or bfloat16
+    bucket_mb: float = 25.0  # gradients that travel together
+    static_graph: bool = False  # let DDP learn the order of operations once; only for one micro-batch a step
+    zero: bool = False  # share the optimizer's state out over the ranks (ZeRO-1)
+    activation_checkpointing: str = "none"  # none, full, every_2 (each second block, …), selective (keep products)
+    timeout_s: float = 600.0  # a collective that takes longer stops the job
+    # Data loading
+    num_workers: int = 2  # reader threads a rank; 0 = read in the training thread
+    prefetch_steps: int = 2  # optimizer steps read ahead
+    latents_cache_gib: float = 1.0  # encoded pictures kept in memory by each rank
+    text_cache_gib: float = 0.5  # text states likewise, while the planner is not trained
+    shard_cache_gib: float = 0.0  # of remote shards, kept in cache_folder by all ranks of a host together; 0 = nothing
+    max_bad_samples: int = 100  # unreadable or refused samples replaced before the run gives up
+    # Watching; 0 = never
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    eval_every: int = 200
+    eval_samples: int = 64  # validation samples, each at eight times and in each language it has
+    sample_every: int = 400
+    num_examples: int = 12  # held-out edits drawn as reference | result | target
+    save_every: int = 400
+    keep_checkpoints: int = 2
+    log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
+    sample_steps: int = 20  # sampler steps
+    sample_cfg_scale: float = 2.0  # the released pipelines use 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One micro-batch on the device: B samples, I image tokens (target first, then references), T text tokens."""
+
+    layout: PackedLayout
+    x0: Tensor  # (I, C) float32 clean latents
+    noise: Tensor  # (I, C) float32
+    txt: Tensor  # (T, joint_attention_dim)
+    region: Tensor  # (I,) float32, weight of each token in the loss of its sample
+    t: Tensor  # (B,) float32
+
+
+def read_instructions(
+    samples: list[Sample], encoders: Encoders, planner: nn.Module | None, cfg: Config, training: bool = True
+) -> tuple[list[Tensor], PlannerOutput | None]:
+    """Return the text states of each sample, and what the planner makes of it, if it is trained.
+
+    A sample without a known plan, or whose instruction is dropped, has no answer to learn.
+    """
+    inputs = []
+    for sample in samples:
+        draw = uniform(cfg.seed, sample.plan.epoch, sample.key, "normalize")
+        instruction = choose_wording(sample.caption, cfg.normalize if training else 0.0, draw)
+        pictures = [reference.condition for reference in sample.references or ()]
+        inputs.append(PlannerInput(instruction, pictures, None if sample.plan.drop_caption else sample.plan_text))
+    if planner is None:
+        pairs = zip(inputs, samples, strict=True)
+        return [encoders.prompt(i.instruction, pictures=i.pictures, key=sample.key) for i, sample in pairs], None
+    output = planner(inputs)
+    return [states.detach() for states in output.states], output
+
+
+def make_batch(
+    samples: list[Sample], states: list[Tensor], encoders: Encoders, cfg: Config, stratum: int | None = None
+) -> Batch:
+    """Encode the pictures and draw noise and times; stratum: in validation, which of the NUM_STRATA times to take.
+
+    Every random number belongs to (seed, epoch, sample, purpose), so it is the same on any number of ranks.
+    """
+    x0, noise, region, times, grids = [], [], [], [], []
+    for sample in samples:
+        epoch, purpose = (sample.plan.epoch, "train") if stratum is None else (0, f"validation {stratum}")
+        random = torch_generator(cfg.seed, epoch, sample.key, purpose)
+        target, _ = encoders.moments(sample.key, sample.read_pixels)
+        pictures = enumerate(reference.vae for reference in sample.references or ())
+        images = [target, *(encoders.reference_latents(f"{sample.key} {i}", pixels) for i, pixels in pictures)]
+        normal, eps = torch.randn((), generator=random), torch.randn(target.shape, generator=random)
+        grids.append([(1, image.shape[1] // PATCH, image.shape[2] // PATCH) for image in images])
+        mu = flow.shift_mu(math.prod(grids[-1][0]))
+        if stratum is None:
+            times.append(flow.sample_t(normal, torch.tensor(mu), cfg.t_mean, cfg.t_std))
+        else:
+            times.append(flow.shift_t(torch.tensor(flow.logit_normal_quantiles(NUM_STRATA)[stratum]), mu))
+        tokens = [patchify(image) for image in images]
+        x0 += tokens
+        noise += [patchify(eps.to(target)), *map(torch.zeros_like, tokens[1:])]  # references stay clean
+        region += [token_weights(sample.mask, grids[-1][0], cfg.region_weight), torch.ones(sum(map(len, tokens[1:])))]
+    return Batch(
+        layout=PackedLayout.build(grids, [len(s) for s in states], encoders.device),
+        x0=torch.cat(x0),
+        noise=torch.cat(noise),
+        txt=torch.cat(states),
+        region=torch.cat(region).to(encoders.device),
+        t=torch.stack(times).to(encoders.device),
+    )
+
+
+def sample_losses(renderer: nn.Module, batch: Batch) -> Tensor:
+    """Return the flow-matching loss of each sample's target, (B,) float32."""
+    x_t = flow.interpolate(batch.x0, batch.noise, batch.t, batch.layout)
+    velocity = renderer(x_t, batch.txt, batch.t, batch.layout)
+    return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout, batch.region)
+
+
+@torch.no_grad()
+def validate(networks: dict[str, nn.Module], encoders: Encoders, reader: Reader, cfg: Config, micro_batches: list):
+    """Return the renderer's mean loss at NUM_STRATA times, the planner's, and its share of right plans."""
+    tallies = {name: LossTally(LANGUAGE_ROWS, CATEGORIES) for name in ("val_loss", "val_plan_loss", "val_plan_exact")}
+    for planned in micro_batches:
+        samples = [reader.read(p, encoders.needs_picture) for p in planned]
+        weights, *rows = sample_labels(samples, encoders.device)
+        states, plans = read_instructions(samples, encoders, networks.get("planner"), cfg, training=False)
+        for stratum in range(NUM_STRATA if "renderer" in networks else 0):
+            batch = make_batch(samples, states, encoders, cfg, stratum)
+            tallies["val_loss"].add(sample_losses(networks["renderer"], batch), weights, *rows)
+        if plans is not None:
+            weights = weights * plans.has_answer
+            tallies["val_plan_loss"].add(plans.loss_per_sample, weights, *rows)
+            tallies["val_plan_exact"].add(plans.is_exact.float(), weights, *rows)
+    sums = {name: all_reduce_sum(tally.sums(), encoders.device) for name, tally in tallies.items()}
+    return {k: v for name, tally in tallies.items() for k, v in tally.means(sums[name], name).items()}
+
+
+def main(cfg: Config) -> None:
+    # ---- 1. Distributed ---------------------------------------------------------------------------------------------
+    counts = ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps")
+    check_values(cfg, counts, {"train": TRAINABLE, "dtype": ("auto", *DTYPES), "reduce_dtype": DTYPES})
+    device = init_distributed(cfg.timeout_s)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32")
+    set_up_logging(folder := Path(cfg.run_folder), is_main(), rank)
+
+    # ---- 2. Frozen VAE, planner, renderer: what is trained keeps float32 master weights ------------------------------
+    trains_planner = "planner" in cfg.train
+    encoders = Encoders(
+        cfg.model, device, dtype, cfg.latents_cache_gib, 0.0 if trains_planner else cfg.text_cache_gib, with_vision=True
+    )
+    networks: dict[str, nn.Module] = {}
+    if trains_planner:
+        networks["planner"] = Planner(encoders.text, cfg.freeze_vision)
+    if "renderer" in cfg.train:
+        transformer = f"{cfg.model}/transformer"
+        with torch.device("meta"):
+            renderer = MMDiT(MMDiTConfig.from_folder(transformer))
+        released = None if cfg.from_scratch or not has_weights(transformer) else transformer
+        if cfg.lora_rank and released is None:
+            raise ValueError("--lora_rank adapts released weights: --model needs them in transformer/")
+        unused, alpha = without_gradient(renderer), cfg.lora_alpha or cfg.lora_rank
+        if cfg.lora_rank:
+            apply_lora(renderer, cfg.lora_targets, cfg.lora_rank, alpha, cfg.lora_dropout, dtype, unused)
+        for parameter in unused:  # so that DDP need not look for what gets no gradient
+            parameter.requires_grad_(False)
+        materialize(renderer, device, init_parameter, cfg.seed, released)
+        apply_activation_checkpointing(renderer, FSDP_UNITS, cfg.activation_checkpointing)
+        networks["renderer"] = renderer
+    how = cfg.bucket_mb, getattr(torch, cfg.reduce_dtype), cfg.static_graph
+    wrapped = {name: replicate(net, *how) for name, net in networks.items()}
+
+    # ---- 3. Data ----------------------------------------------------------------------------------------------------
+    cache, text, mixture = Path(cfg.cache_folder), encoders.text, load_mixture(cfg.data)
+    shards = mixture.shards("train", cache)
+    val_shards = mixture.held_out(cfg.validation_data, shards, cache)
+    tokens_id, seen_at = f"{text.tokenizer_id} {text.edit_tokenizer_id}", {"condition_pixels": cfg.condition_pixels}
+    index, val_index = (
+        build_index(list(paths), text.count_tokens, tokens_id, cache, rank, num_ranks, **seen_at)
+        for paths in (shards, val_shards)
+    )
+    sampler = CategoryBalancedSampler(index, parse_shares(cfg.shares), num_ranks, rank, cfg.seed, cfg.global_batch_size)
+    sizes = {"max_pixels": cfg.max_pixels, "reference_pixels": cfg.reference_pixels}
+    plan = BatchPlan(
+        index, sampler, num_ranks=num_ranks, rank=rank, max_tokens=cfg.max_tokens_per_micro_batch, seed=cfg.seed,
+        caption_dropout=cfg.instruction_dropout, zh_share=cfg.zh_share, num_empty_tokens=text.count_tokens(""), **sizes,
+    )  # fmt: skip
+    watched = val_index, cfg.eval_samples, num_ranks, rank, cfg.max_tokens_per_micro_batch
+    val_micro_batches = spread_micro_batches(*watched, **sizes)
+
+    # ---- 4. Optimizers and EMA --------------------------------------------------------------------------------------
+    build, lrs = build_zero_adamw if cfg.zero else build_adamw, {"planner": cfg.planner_lr, "renderer": cfg.lr}
+    trained = {name: trained_parameters(net) for name, net in networks.items()}
+    optimizers = {
+        name: build(trained[name].items(), lrs[name], (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay)
+        for name in networks
+    }
+    ema = EMA(trained["renderer"].items(), cfg.ema_decay) if "renderer" in networks else None
+
+    # ---- 5. Resume: copies, the same on all ranks, are stored once; with --zero each rank stores its part ------------
+    tensors, checkpoints = networks_tensors(trained, ema, optimizers), folder / "checkpoints"
+    base = base_record(networks["renderer"]) if ema else {}
+    write_run_folder(folder, cfg, __file__, MAY_CHANGE | {"num_examples", "bucket_mb", "static_graph", "zero"})
+    start_step, state = checkpoint.load_latest(checkpoints, tensors)
+    if state is not None:
+        check_base(state, base, cfg.model)
+        plan.load_state(state["data"])
+    run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank)
+    words = WordFilter.from_file(cfg.refused_words) if cfg.refused_words else WordFilter(())
+    reading = sizes | seen_at | {"check_caption": words.check, "max_bad_samples": cfg.max_bad_samples}
+    reading["cache"] = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
+    reader, val_reader = (Reader(i, **reading) for i in (index, val_index))
+    examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, **sizes)]
+    timer, settings = PhaseTimer(device), SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale)
+    drawing = settings, cfg.seed, cfg.max_tokens_per_micro_batch, rank, num_ranks
+    loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
+    sizes_m = ", ".join(f"{n} {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M" for n, net in networks.items())
+    log.info("%s, %d edits, %d ranks, from step %d to %d", sizes_m, len(index), num_ranks, start_step, cfg.num_steps)
+    # ---- 6. Loop ----------------------------------------------------------------------------------------------------
+    for step in range(start_step, cfg.num_steps + 1):
+        ended = step == cfg.num_steps
+        if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
+            checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state(step)} | base)
+            checkpoint.prune(checkpoints, cfg.keep_checkpoints)
+        with ema.swapped_in(networks["renderer"]) if ema else contextlib.nullcontext():
+            if cfg.eval_every and (ended or step % cfg.eval_every == 0):
+                run_log.scalars(step, validate(networks, encoders, val_reader, cfg, val_micro_batches))
+            if ema and cfg.sample_every and (ended or step % cfg.sample_every == 0):
+                run_log.image(step, "samples", edit_grid(networks["renderer"], encoders, examples, *drawing))
+        if ended:
+            break
+
+        # Batch
+        started = time.perf_counter()
+        with timer.phase("data_wait"):
+            micro_batches = loader.next_step()
+        # Loss and backward; gradients travel in the last micro-batch's
+        tallies, tokens = {name: LossTally(LANGUAGE_ROWS, CATEGORIES) for name in ("loss", "plan_loss")}, 0
+        for i, samples in enumerate(micro_batches):
+            weights, *rows = sample_labels(samples, device)
+            if cfg.lora_dropout:
+                torch.manual_seed(stream_seed(cfg.seed, step, f"{rank} {i}", "dropout"))
+            with contextlib.ExitStack() as stack:
+                for net in wrapped.values() if i < len(micro_batches) - 1 else ():
+                    stack.enter_context(net.no_sync())
+                stack.enter_context(torch.autocast(device.type, dtype, enabled=dtype != torch.float32))
+                with timer.phase("planner"):
+                    states, plans = read_instructions(samples, encoders, wrapped.get("planner"), cfg)
+                    if plans is not None:
+                        answered = weights * plans.has_answer
+                        (cfg.plan_weight * (plans.loss_per_sample @ answered) / cfg.global_batch_size).backward()
+                        tallies["plan_loss"].add(plans.loss_per_sample, answered, *rows)
+                if ema:
+                    with timer.phase("encode"):
+                        batch = make_batch(samples, states, encoders, cfg)
+                    with timer.phase("renderer"):
+                        losses = sample_losses(wrapped["renderer"], batch)
+                        ((losses @ weights) / cfg.global_batch_size).backward()
+                    tallies["loss"].add(losses, weights, *rows)
+                    tokens += len(batch.x0) + len(batch.txt)
+        # Clip.  The sums over all ranks make all see the same losses and norms, so all stop or none
+        norms = {n: clip_grad_norm(p.values(), cfg.max_grad_norm).item() for n, p in trained.items()}
+        local = [number for tally in tallies.values() for number in tally.sums()]
+        *sums, tokens, num_bad = all_reduce_sum([*local, tokens, len(reader.bad_samples)], device)
+        means = tallies["loss"].means(sums[: len(sums) // 2], "loss")
+        means |= tallies["plan_loss"].means(sums[len(sums) // 2 :], "plan_loss")
+        if not all(map(math.isfinite, (*norms.values(), *means.values()))):
+            raise ValueError(
+                f"step {step}: norms {norms}, losses {means}; stopped before the weights changed. Lower --lr or "
+                "--planner_lr, or see the step's samples (--log_samples); the same command resumes from the last save"
+            )
+        if num_bad > cfg.max_bad_samples:
+            raise ValueError(f"step {step}: {num_bad:.0f} bad samples, over --max_bad_samples; see {folder}/train.log")
+        # Step
+        with timer.phase("optimizer"):
+            share = learning_rate(step, 1.0, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
+            for name, optimizer in optimizers.items():
+                set_learning_rate(optimizer, share * lrs[name])
+                optimizer.step()
+                optimizer.zero_grad()
+            if ema:
+                ema.update(step)
+        # Log
+        step_s, phases = time.perf_counter() - started, timer.collect()
+        rate = {"samples_per_s": cfg.global_batch_size / step_s}
+        run_log.progress(step + 1, {name: means[name] for name in tallies if name in means} | rate)
+        if cfg.log_samples:
+            run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
+        if cfg.log_every and step % cfg.log_every == 0:
+            scalars = means | {f"{name}_grad_norm": norm for name, norm in norms.items()}
+            scalars |= {"lr": share * cfg.lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
+            scalars |= phases | {"step_s": step_s, "bad_samples": num_bad, "refused": words.num_refused}
+            scalars |= rate | {"tokens_per_s": tokens / step_s, "cut_instructions": text.num_truncated}
+            scalars |= {"mem_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
+            run_log.scalars(step, scalars)
+
+    # ---- 7. Tear-down -----------------------------------------------------------------------------------------------
+    loader.close()
+    saved = checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None
+    run_log.done(saved, f"tools.edit --model {folder} --image a.png --instruction 'Make the background pink.'")
+    shutdown()
+
+
+if __name__ == "__main__":
+    run_main(main, parse(Config, __doc__))
