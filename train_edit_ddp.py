@@ -1,8 +1,7 @@
 """Fine-tune an instruction-edit model: pictures and an instruction → a plan of actions → the new picture.  DDP.
 
     ./launch.sh train_edit_ddp.py                                   this machine: all GPUs, or two CPU processes
-    torchrun --nproc_per_node=8 train_edit_ddp.py --model /models/Qwen-Image-Edit-2509 --data '/data/edits/*.tar' \\
-        --train renderer --lora_rank 32
+    torchrun --nproc_per_node=8 train_edit_ddp.py --model /models/Qwen-Image-Edit-2509 --data '/data/*.tar' --train renderer
 
 The planner is Qwen2.5-VL: it reads the references and the instruction, and answers with a JSON list of actions.  Its
 states of what it read are the text states of the renderer, the MMDiT, which draws the picture beside the references.
@@ -25,9 +24,10 @@ from data.captions import LANGUAGE_ROWS
 from data.edit import CATEGORIES, parse_shares, sample_labels, token_weights
 from data.index import build_index
 from data.instructions import choose_wording
+from data.loader import Loader
 from data.mixture import load_mixture
 from data.plan import BatchPlan, spread_micro_batches
-from data.reader import Loader, Reader, Sample
+from data.reader import Reader, Sample
 from data.shard_cache import open_shard_cache
 from data.word_filter import WordFilter
 from model import flow
@@ -306,8 +306,7 @@ def main(cfg: Config) -> None:
     reading["cache"] = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     reader, val_reader = (Reader(i, **reading) for i in (index, val_index))
     examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, **sizes)]
-    timer, settings = PhaseTimer(device), SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale)
-    drawing = settings, cfg.seed, cfg.max_tokens_per_micro_batch, rank, num_ranks
+    settings, timer = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), PhaseTimer(device)
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
     sizes_m = ", ".join(f"{n} {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M" for n, net in networks.items())
     log.info("%s, %d edits, %d ranks, from step %d to %d", sizes_m, len(index), num_ranks, start_step, cfg.num_steps)
@@ -321,7 +320,8 @@ def main(cfg: Config) -> None:
             if cfg.eval_every and (ended or step % cfg.eval_every == 0):
                 run_log.scalars(step, validate(networks, encoders, val_reader, cfg, val_micro_batches))
             if ema and cfg.sample_every and (ended or step % cfg.sample_every == 0):
-                run_log.image(step, "samples", edit_grid(networks["renderer"], encoders, examples, *drawing))
+                drawn = encoders, examples, settings, cfg.seed, cfg.max_tokens_per_micro_batch, rank, num_ranks
+                run_log.image(step, "samples", edit_grid(networks["renderer"], *drawn))
         if ended:
             break
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from data.captions import LANGUAGE_ROWS, language_row
 from data.index import build_index
+from data.loader import Loader
 from data.mixture import load_mixture
 from data.mixture_order import MixtureOrder
 from data.plan import BatchPlan, spread_micro_batches
-from data.reader import Loader, Reader, Sample
+from data.reader import Reader, Sample
 from data.shard_cache import open_shard_cache
 from model import flow
 from model.encoders import Encoders

@@ -27,9 +27,10 @@ import torch
 from benchmarks.data_peers import BATCH, PEERS, decode
 from benchmarks.data_sets import DataSet, make_data_set
 from data.index import build_index
+from data.loader import Loader
 from data.order import GlobalOrder
 from data.plan import BatchPlan
-from data.reader import Loader, Reader
+from data.reader import Reader
 from utils.config import parse, run_main
 
 _MODULES = {"webdataset": "webdataset", "litdata": "litdata", "mosaicml-streaming": "streaming"}

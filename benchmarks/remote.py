@@ -22,9 +22,10 @@ from PIL import Image
 from webdataset import TarWriter
 
 from data.index import Index, build_index
+from data.loader import Loader
 from data.order import GlobalOrder
 from data.plan import BatchPlan
-from data.reader import Loader, Reader
+from data.reader import Reader
 from data.shard_cache import ShardCache
 from utils.byte_source import Patience
 from utils.config import parse, run_main

@@ -16,9 +16,10 @@ from PIL import Image
 from data.captions import parse_captions
 from data.edit import CATEGORIES, category_row, decode_mask, parse_shares, token_weights
 from data.index import build_index
+from data.loader import Loader
 from data.order import GlobalOrder
 from data.plan import BatchPlan, every_language
-from data.reader import BadDataError, Loader, Reader
+from data.reader import BadDataError, Reader
 from data.reference_size import area_size
 from tests.shards import picture_bytes, simple_samples, write_shard
 

@@ -16,9 +16,10 @@ import train_mmdit
 from data.captions import parse_captions
 from data.encoded import EncodedMember, fitting_size, write_encoded
 from data.index import build_index
+from data.loader import Loader
 from data.order import GlobalOrder
 from data.plan import BatchPlan, every_language
-from data.reader import Loader, Reader
+from data.reader import Reader
 from model.encoder_identity import folder_identity
 from model.encoders import Encoders
 from model.mmdit import MMDiT, MMDiTConfig

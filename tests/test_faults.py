@@ -13,9 +13,10 @@ import obstore
 import pytest
 
 from data.index import build_index
+from data.loader import Loader
 from data.order import GlobalOrder
 from data.plan import BatchPlan, every_language
-from data.reader import BadDataError, Loader, Reader
+from data.reader import BadDataError, Reader
 from data.shard_cache import ShardCache
 from tests.range_server import range_server
 from tests.s3_server import KEYS, put, s3_server

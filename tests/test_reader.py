@@ -11,9 +11,10 @@ import pytest
 
 from data.images import decode_image
 from data.index import build_index
+from data.loader import Loader
 from data.order import GlobalOrder
 from data.plan import BatchPlan, every_language
-from data.reader import BadDataError, Loader, Reader
+from data.reader import BadDataError, Reader
 from tests.shards import picture_bytes, simple_samples, write_shard
 
 
