@@ -291,6 +291,7 @@ def test_the_writer_of_prepare(encoders, raw):
         image: Image.Image
 
     class Prepared:
+        edit = None
         pictures = [Picture(Image.fromarray(pixels))]
         captions, _ = parse_captions("json", reader.read_meta(1))
 
