@@ -44,7 +44,7 @@ from parallel.ddp import replicate
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.lora import apply_lora, base_record, check_base, trained_parameters
+from parallel.lora import apply_lora, base_record, check_base, stored_parameters, trained_parameters
 from parallel.weights import has_weights
 from tools.edit_grid import edit_grid, spread_examples
 from utils.config import MAY_CHANGE, check_values, parse, run_main, write_run_folder
@@ -285,7 +285,7 @@ def main(cfg: Config) -> None:
 
     # ---- 4. Optimizers and EMA --------------------------------------------------------------------------------------
     build, lrs = build_zero_adamw if cfg.zero else build_adamw, {"planner": cfg.planner_lr, "renderer": cfg.lr}
-    trained = {name: trained_parameters(net) for name, net in networks.items()}
+    trained = {n: (stored_parameters if n == "renderer" else trained_parameters)(net) for n, net in networks.items()}
     optimizers = {
         name: build(trained[name].items(), lrs[name], (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay)
         for name in networks

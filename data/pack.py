@@ -26,7 +26,7 @@ def deal(
     if num_tokens and (largest := max(num_tokens)) > max_tokens:
         raise ValueError(
             f"a sample of {largest} tokens does not fit into a micro-batch of {max_tokens}; "
-            "raise --max_tokens_per_micro_batch or lower --max_pixels"
+            "raise --max_tokens_per_micro_batch, or lower --max_pixels (of edits with references: --reference_pixels)"
         )
     sizes = [(n, *more) for n, more in zip(num_tokens, counts or [()] * len(num_tokens), strict=True)]
     limits = (max_tokens, *max_counts)

@@ -24,13 +24,8 @@ def replicate(module: nn.Module, bucket_mb: float, reduce_dtype: torch.dtype, st
     """
     if bucket_mb <= 0:
         raise ValueError(f"--bucket_mb must be above 0, got {bucket_mb}")
-    wrapped = DistributedDataParallel(
-        module,
-        bucket_cap_mb=bucket_mb,
-        static_graph=static_graph,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,
-    )
+    options = {"bucket_cap_mb": bucket_mb, "static_graph": static_graph, "gradient_as_bucket_view": True}
+    wrapped = DistributedDataParallel(module, **options, **_KEEPS_BUFFERS)
     wrapped.register_comm_hook(reduce_dtype, _sum_bucket)
     return wrapped
 

@@ -116,6 +116,14 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {released_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what a checkpoint holds: of a model with adapters these alone, of another one all, frozen or not."""
+    trained = trained_parameters(model)
+    if any(is_adapter(name) for name in trained):
+        return trained
+    return {released_name(name): parameter for name, parameter in model.named_parameters()}
+
+
 def init_adapter(name: str, parameter: Tensor, generator: torch.Generator) -> None:
     """Fill one full parameter of an adapter in place: B with zeros, A as `peft` does, uniform within 1 / √in."""
     if ".lora_B." in name:

@@ -13,9 +13,10 @@ from PIL import Image
 
 from model.mmdit import MMDiTConfig
 from parallel import checkpoint
+from parallel.weights import read_safetensors
 from tests.edit_shards import write_edit_shard
 from tests.released_folder import make_released
-from tools import evaluate_edit
+from tools import evaluate_edit, export
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FAST = [
@@ -64,6 +65,10 @@ def state(run: Path, step: int = 5) -> dict[str, torch.Tensor]:
     return checkpoint.load_tensors(run / "checkpoints", step, "")
 
 
+def averages(run: Path) -> dict[str, torch.Tensor]:
+    return {name[4:]: tensor for name, tensor in state(run, 2).items() if name.startswith("ema.")}
+
+
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
     """Five steps on one rank."""
@@ -72,48 +77,58 @@ def alone(folder, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [(4, []), (2, ["--zero"]), (1, ["--max_tokens_per_micro_batch", "450"]),
-     (2, ["--max_tokens_per_micro_batch", "450"])],
-    ids=["4 ranks", "ZeRO on 2 ranks", "accumulation", "accumulation on 2 ranks"],
-)  # fmt: skip
-def test_any_number_of_ranks_and_micro_batches_gives_the_same(folder, alone, tmp_path, ranks, flags):
-    train(folder, tmp_path / "run", *flags, ranks=ranks)
-    assert lines(tmp_path / "run", "samples_seen.jsonl") == lines(alone, "samples_seen.jsonl")
-    for mine, expected in zip(lines(tmp_path / "run"), lines(alone), strict=True):
+@pytest.fixture(scope="module")
+def shared_out(folder, tmp_path_factory):
+    """The same on two ranks that share the optimizer's state out (ZeRO): all five steps, and three of them."""
+    runs = tmp_path_factory.mktemp("runs")
+    train(folder, runs / "whole", "--zero", ranks=2)
+    train(folder, runs / "part", "--zero", "--num_steps", "3", "--save_every", "3", ranks=2)
+    return runs
+
+
+def assert_same_training(run: Path, expected: Path) -> None:
+    """Assert that two runs saw the same samples, and lost and learned the same, to rounding in float32."""
+    assert lines(run, "samples_seen.jsonl") == lines(expected, "samples_seen.jsonl")
+    for mine, theirs in zip(lines(run), lines(expected), strict=True):
         for name in ("loss", "plan_loss", "renderer_grad_norm", "planner_grad_norm"):
-            assert mine[name] == pytest.approx(expected[name], rel=1e-5), (mine["step"], name)
-    expected = state(alone)
-    mine = state(tmp_path / "run")
-    assert mine.keys() == expected.keys()
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5), (mine["step"], name)
+    mine, theirs = state(run), state(expected)
+    assert mine.keys() == theirs.keys()
     assert {name.split(".")[0] for name in mine} == {"planner", "renderer", "ema", "optimizer"}
-    for name, tensor in expected.items():
+    for name, tensor in theirs.items():
         if not name.startswith(
             "optimizer."
         ):  # Adam's first steps turn a gradient that is all rounding into a full step
             assert (mine[name] - tensor).abs().mean() <= 1e-5 * tensor.abs().mean() + 1e-6, name
 
 
-@pytest.mark.parametrize("zero", [[], ["--zero"]], ids=["copies", "ZeRO"])
-def test_resumed_run_is_the_undisturbed_one_to_the_bit(folder, tmp_path, zero):
-    train(folder, tmp_path / "whole", "--num_steps", "6", "--save_every", "3", *zero, ranks=2)
-    train(folder, tmp_path / "part", "--num_steps", "3", "--save_every", "3", *zero, ranks=2)
-    train(folder, tmp_path / "part", "--num_steps", "6", "--save_every", "3", *zero, ranks=2)
-    expected, mine = state(tmp_path / "whole", 6), state(tmp_path / "part", 6)
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(4, []), (1, ["--max_tokens_per_micro_batch", "450"]), (2, ["--max_tokens_per_micro_batch", "450"])],
+    ids=["4 ranks", "accumulation", "accumulation on 2 ranks"],
+)
+def test_any_number_of_ranks_and_micro_batches_gives_the_same(folder, alone, tmp_path, ranks, flags):
+    train(folder, tmp_path / "run", *flags, ranks=ranks)
+    assert_same_training(tmp_path / "run", alone)
+
+
+def test_zero_gives_the_same(alone, shared_out):
+    assert_same_training(shared_out / "whole", alone)
+
+
+def test_resumed_run_is_the_undisturbed_one_to_the_bit(folder, shared_out, tmp_path):
+    shutil.copytree(shared_out / "part", tmp_path / "run")
+    train(folder, tmp_path / "run", "--zero", ranks=2)
+    expected, mine = state(shared_out / "whole"), state(tmp_path / "run")
     assert expected.keys() == mine.keys()
     assert all(torch.equal(mine[name], tensor) for name, tensor in expected.items())
-    assert lines(tmp_path / "part", "samples_seen.jsonl") == lines(tmp_path / "whole", "samples_seen.jsonl")
+    assert lines(tmp_path / "run", "samples_seen.jsonl") == lines(shared_out / "whole", "samples_seen.jsonl")
 
 
-def test_resumes_on_another_number_of_ranks_without_zero(folder, tmp_path):
-    train(folder, tmp_path / "run", "--num_steps", "3", "--save_every", "3", "--zero", ranks=2)
-    shutil.copytree(tmp_path / "run", tmp_path / "whole")
-    train(folder, tmp_path / "run", "--num_steps", "5", ranks=1)
-    train(folder, tmp_path / "whole", "--num_steps", "5", "--zero", ranks=2)
-    assert lines(tmp_path / "run", "samples_seen.jsonl") == lines(tmp_path / "whole", "samples_seen.jsonl")
-    for mine, expected in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
-        assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+def test_resumes_on_another_number_of_ranks_without_zero(folder, alone, shared_out, tmp_path):
+    shutil.copytree(shared_out / "part", tmp_path / "run")
+    train(folder, tmp_path / "run", ranks=1)
+    assert_same_training(tmp_path / "run", alone)
 
 
 def test_everything_a_run_should_leave(folder, tmp_path):
@@ -132,6 +147,10 @@ def test_everything_a_run_should_leave(folder, tmp_path):
     assert watched[0]["val_loss"] == pytest.approx(2.0, abs=0.5)  # the network says zero
     assert {"val_loss_zh", "val_loss_en", "val_loss_remove", "val_plan_loss", "val_plan_exact"} <= watched[0].keys()
     assert not any("visual" in name for name in state(run, 2))  # frozen: neither trained nor stored
+
+    export.main(export.Config(run=str(run), output=str(tmp_path / "exported")))
+    exported = read_safetensors(tmp_path / "exported/transformer")
+    assert all(torch.equal(tensor.bfloat16(), exported[name]) for name, tensor in averages(run).items())
 
     evaluate_edit.main(evaluate_edit.Config(run=str(run), num_edits=11, num_steps=2))
     report = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))["groups"]

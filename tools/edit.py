@@ -192,7 +192,7 @@ class QwenImageEditor:
         try:
             return parse_plan(text)
         except ValueError as error:
-            log.warning("no plan: the planner's text %.60r is none: %s", text, error)
+            log.warning("no plan: %s", error)
             return None
 
 

@@ -8,6 +8,7 @@ from model.mmdit import MMDiT, MMDiTConfig
 from parallel.checkpoint import StoredTensors
 from parallel.safetensors_writer import TensorSpec
 
+_EDIT_RAW = "renderer."  # what train_edit_ddp.py calls the network
 PREFIXES = {"ema": "ema.", "raw": "model."}  # of the tensors' names in a checkpoint
 _LANGUAGE_EMBED = "language_embed.weight"
 _TIME_BIAS = "time_text_embed.timestep_embedder.linear_2.bias"  # the language embedding is added right after it
@@ -25,6 +26,8 @@ class ExportedWeights:
         Raises: ValueError if the checkpoint is of another network, or holds what the released network lacks.
         """
         self._stored, self._prefix = stored, PREFIXES[kind]
+        if kind == "raw" and any(name.startswith(_EDIT_RAW) for name in stored.specs):
+            self._prefix = _EDIT_RAW
         found = {
             name.removeprefix(self._prefix): tuple(shape)
             for name, (shape, _) in stored.specs.items()
