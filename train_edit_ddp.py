@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from data.balanced_sampler import CategoryBalancedSampler
 from data.captions import LANGUAGE_ROWS
-from data.edit import CATEGORIES, parse_shares, sample_labels, token_weights
+from data.edit import CATEGORIES, check_edit_values, parse_shares, sample_labels, token_weights
 from data.index import build_index
 from data.instructions import choose_wording
 from data.loader import Loader
@@ -40,7 +40,7 @@ from model.mmdit_plan import FSDP_UNITS, LORA_TARGETS, without_gradient
 from model.sampling import SamplerSettings
 from parallel import checkpoint
 from parallel.activation_checkpointing import apply_activation_checkpointing
-from parallel.ddp import replicate
+from parallel.ddp import accumulating, replicate
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
@@ -234,6 +234,7 @@ def main(cfg: Config) -> None:
     # ---- 1. Distributed ---------------------------------------------------------------------------------------------
     counts = ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps")
     check_values(cfg, counts, {"train": TRAINABLE, "dtype": ("auto", *DTYPES), "reduce_dtype": DTYPES})
+    check_edit_values(cfg)
     device = init_distributed(cfg.timeout_s)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32")
@@ -295,13 +296,13 @@ def main(cfg: Config) -> None:
     # ---- 5. Resume: copies, the same on all ranks, are stored once; with --zero each rank stores its part ------------
     tensors, checkpoints = networks_tensors(trained, ema, optimizers), folder / "checkpoints"
     base = base_record(networks["renderer"]) if ema else {}
+    words = WordFilter.from_file(cfg.refused_words) if cfg.refused_words else WordFilter(())
     write_run_folder(folder, cfg, __file__, MAY_CHANGE | {"num_examples", "bucket_mb", "static_graph", "zero"})
     start_step, state = checkpoint.load_latest(checkpoints, tensors)
     if state is not None:
         check_base(state, base, cfg.model)
         plan.load_state(state["data"])
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank)
-    words = WordFilter.from_file(cfg.refused_words) if cfg.refused_words else WordFilter(())
     reading = sizes | seen_at | {"check_caption": words.check, "max_bad_samples": cfg.max_bad_samples}
     reading["cache"] = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     reader, val_reader = (Reader(i, **reading) for i in (index, val_index))
@@ -336,8 +337,7 @@ def main(cfg: Config) -> None:
             if cfg.lora_dropout:
                 torch.manual_seed(stream_seed(cfg.seed, step, f"{rank} {i}", "dropout"))
             with contextlib.ExitStack() as stack:
-                for net in wrapped.values() if i < len(micro_batches) - 1 else ():
-                    stack.enter_context(net.no_sync())
+                stack.enter_context(accumulating(wrapped.values(), waits=i < len(micro_batches) - 1))
                 stack.enter_context(torch.autocast(device.type, dtype, enabled=dtype != torch.float32))
                 with timer.phase("planner"):
                     states, plans = read_instructions(samples, encoders, wrapped.get("planner"), cfg)

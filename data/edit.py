@@ -6,6 +6,7 @@ something.  "actions" in the .json is the plan (`data.edit_plan`).
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,10 @@ from data.reference_size import Size, area_size
 
 CATEGORIES = ("recolor", "replace", "transform", "add", "remove", "background", "move", "text", "other")
 MAX_REFERENCES = 3
+MAX_RATIO = 16  # of a reference's longer side to its shorter: so every area from MIN_AREA on gives both sides pixels
+MIN_AREA = 8192  # pixels, at which an encoder may see a reference
+_MAX_PLAN = 4000  # characters of a plan's text: the planner learns it token by token
+_MARK = "<|"  # how the chat template's own tokens begin
 MASK = "mask"
 _WHITE = 128  # of 255, from which on a mask's pixel counts as white
 
@@ -55,7 +60,13 @@ def parse_edit(extension: str, data: bytes) -> EditMeta | None:
     if type(count) is not int or not 0 <= count <= MAX_REFERENCES:
         raise ValueError(f"its .json says {count!r} references; an edit has 0 to {MAX_REFERENCES}")
     actions = content.get("actions")
-    return EditMeta(count, None if actions is None else EditPlan.from_json(actions).to_text())
+    plan_text = None if actions is None else EditPlan.from_json(actions).to_text()
+    if plan_text and (_MARK in plan_text or len(plan_text) > _MAX_PLAN):
+        raise ValueError(
+            f"its action list has {len(plan_text)} characters of at most {_MAX_PLAN}, and must not hold {_MARK!r}: "
+            f"{plan_text[:80]}"
+        )
+    return EditMeta(count, plan_text)
 
 
 def reference_members(members: Mapping[str, object], extensions: Iterable[str], count: int) -> list[str]:
@@ -138,6 +149,20 @@ def token_weights(mask: Tensor | None, grid: tuple[int, int, int], inside: float
         return torch.ones(rows * columns)
     touched = mask.view(rows, MULTIPLE, columns, MULTIPLE).any(dim=3).any(dim=1).flatten()
     return torch.where(touched, inside, 1.0)
+
+
+def check_edit_values(config) -> None:
+    """Raise ValueError for what a run's configuration says of edits and no later check would explain."""
+    for name in ("normalize", "instruction_dropout", "zh_share"):
+        if not 0.0 <= getattr(config, name) <= 1.0:
+            raise ValueError(f"--{name} is a probability, got {getattr(config, name)}")
+    for name in ("reference_pixels", "condition_pixels"):
+        if getattr(config, name) < MIN_AREA:
+            raise ValueError(f"--{name} is an area in pixels, at least {MIN_AREA}, got {getattr(config, name)}")
+    if not 0.0 < config.region_weight < math.inf:
+        raise ValueError(f"--region_weight must be above 0, got {config.region_weight}")
+    if config.lora_rank and "renderer" not in config.train:
+        raise ValueError("--lora_rank is for the renderer, and --train leaves it out")
 
 
 def parse_shares(shares: Iterable[str]) -> dict[str, float] | None:

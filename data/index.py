@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data.captions import parse_wordings
-from data.edit import mask_member, parse_edit, reference_members
+from data.edit import MAX_RATIO, mask_member, parse_edit, reference_members
 from data.encoded import EXTENSION, EncodedMember
 from data.images import shown_size
 from data.index_folder import IndexFolder
@@ -211,6 +211,11 @@ def _read_sample(
         references = [
             _picture(*members[name]) for name in reference_members(members, IMAGE_EXTENSIONS, edit.num_references)
         ]
+        for number, r in enumerate(references, start=1):
+            if max(r.height, r.width) > MAX_RATIO * min(r.height, r.width):
+                raise ValueError(
+                    f"its reference {number}, {r.height} x {r.width} pixels, is thinner than {MAX_RATIO}:1"
+                )
         mask_extension = mask_member(members, IMAGE_EXTENSIONS)
         mask = _picture(*members[mask_extension]) if mask_extension else None
     places = (image_offset, len(image), crc32(image), meta_offset, len(meta), crc32(meta))

@@ -1,6 +1,8 @@
 """Data parallelism with a copy of the module on every rank (DDP): gradients are summed bucket by bucket."""
 
 import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,20 @@ def replicate(module: nn.Module, bucket_mb: float, reduce_dtype: torch.dtype, st
     wrapped = DistributedDataParallel(module, **options, **_KEEPS_BUFFERS)
     wrapped.register_comm_hook(reduce_dtype, _sum_bucket)
     return wrapped
+
+
+@contextmanager
+def accumulating(modules: Iterable[DistributedDataParallel], waits: bool) -> Iterator[None]:
+    """While a backward runs, keep gradients to this rank if it `waits` for a later micro-batch's to travel with.
+
+    Raises: ValueError if it does and the graph is to be static, for then every backward must be the same.
+    """
+    with ExitStack() as stack:
+        for module in modules if waits else ():
+            if module.static_graph:
+                raise ValueError("--static_graph needs one micro-batch a step; raise --max_tokens_per_micro_batch")
+            stack.enter_context(module.no_sync())
+        yield
 
 
 def _sum_bucket(reduce_dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -299,7 +299,15 @@ BAD = {
     ),
     "mask of another kind": (with_member(edit("x", []), "mask.svg", b"<svg/>"), "one picture, there is mask.svg"),
     "reference is text": (with_member(edit("x", [(64, 96)]), "ref0.png", b"nothing"), "not a readable picture"),
-    "reference too thin": (edit("x", [(4, 400)]), "4 x 400 pixels is too thin"),
+    "reference too thin": (edit("x", [(4, 400)]), "reference 1, 4 x 400 pixels, is thinner than 16:1"),
+    "mark in the plan": (
+        edit("x", [(64, 96)], actions=[{"action": "remove", "target": "<|image_pad|>"}]),
+        "must not hold '<|'",
+    ),
+    "endless plan": (
+        edit("x", [(64, 96)], actions=[{"action": "remove", "target": "dog " * 2000}]),
+        "characters of at most 4000",
+    ),
     "no instruction": (edit("x", [(64, 96)], captions={"en": [" "]}), "no caption"),
     "actions are no list": (edit("x", [], actions={"action": "remove"}), "must be a list, got dict"),
     "unknown action": (edit("x", [], actions=[{"action": "explode"}]), "action 1, action: .*'explode'"),

@@ -1,5 +1,6 @@
 """The edit script through its command line: any number of ranks gives the same weights, resumes to the bit."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,12 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
+from data.edit import check_edit_values
 from model.mmdit import MMDiTConfig
 from parallel import checkpoint
 from parallel.weights import read_safetensors
 from tests.edit_shards import write_edit_shard
 from tests.released_folder import make_released
 from tools import evaluate_edit, export
+from train_edit_ddp import Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FAST = [
@@ -193,9 +196,26 @@ def test_adapters_of_the_renderer(folder, tmp_path):
         (["--shares", "remove"], "--shares takes category=number"),
         (["--shares", "paint=1"], "paint"),
         (["--lora_rank", "4"], "--lora_rank adapts released weights"),
+        (["--static_graph", "--max_tokens_per_micro_batch", "450"], "--static_graph needs one micro-batch a step"),
         (["--data", "assets/tiny"], "no shards match"),
     ],
 )
 def test_what_a_user_can_get_wrong(folder, tmp_path, flags, message):
     printed = train(folder, tmp_path / "run", *flags, expect=2)
     assert message in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"normalize": 2.0}, "--normalize is a probability, got 2.0"),
+        ({"instruction_dropout": -0.1}, "--instruction_dropout is a probability, got -0.1"),
+        ({"condition_pixels": 100}, "--condition_pixels is an area in pixels, at least 8192, got 100"),
+        ({"region_weight": 0.0}, "--region_weight must be above 0, got 0.0"),
+        ({"lora_rank": 4, "train": "planner"}, "--lora_rank is for the renderer, and --train leaves it out"),
+    ],
+)
+def test_values_that_no_later_check_would_explain(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        check_edit_values(dataclasses.replace(Config(), **wrong))
+    check_edit_values(Config())

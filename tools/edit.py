@@ -18,8 +18,9 @@ import tyro
 from PIL import Image
 from torch import Tensor
 
-from data.captions import language_of, language_row
+from data.captions import clean, language_of, language_row
 from data.colour import to_srgb
+from data.edit import MIN_AREA
 from data.edit_plan import EditPlan, parse_plan
 from data.images import MULTIPLE, decode_image
 from data.reference_size import area_size
@@ -29,7 +30,7 @@ from model.sampling import SamplerSettings
 from tools.draw_edits import Drawing, draw_edits
 from tools.edit_weights import load_edit_model
 from tools.sample import sampler_settings
-from utils.config import parse, run_main
+from utils.config import check_values, parse, run_main
 from utils.picture_grid import labelled_grid
 from utils.random_streams import torch_generator
 
@@ -154,7 +155,8 @@ class QwenImageEditor:
         return [EditResult(Image.fromarray(p), plan) for p, plan in zip(pictures, plans, strict=True)]
 
     def _drawing(self, request: EditRequest) -> Drawing:
-        if not request.instruction.strip():
+        instruction = clean(request.instruction)
+        if not instruction:
             raise ValueError("the instruction is empty; say what is to be changed")
         if len(request.images) > MAX_REFERENCES:
             raise ValueError(f"an edit has at most {MAX_REFERENCES} references, got {len(request.images)}")
@@ -168,7 +170,7 @@ class QwenImageEditor:
         shape = vae.num_channels, height // vae.scale_factor, width // vae.scale_factor
         has_language = self.network.config.num_languages
         return Drawing(
-            request.instruction,
+            instruction,
             torch.randn(shape, generator=torch_generator(request.seed, 0, 0, "edit")),
             condition=condition,
             vae=references,
@@ -220,6 +222,13 @@ def pixels_at(image: Image.Image, area: int) -> Tensor:
 def main(cfg: Config) -> None:
     if not cfg.instruction:
         raise ValueError("no instruction: give --instruction (repeatable)")
+    counts = ("num_steps", "max_plan_tokens", "max_tokens_per_pack")
+    check_values(cfg, counts, {"dtype": ("auto", "float32", "bfloat16"), "weights": ("ema", "raw")})
+    for name in ("reference_pixels", "condition_pixels"):
+        if getattr(cfg, name) and getattr(cfg, name) < MIN_AREA:
+            raise ValueError(f"--{name} is an area in pixels, at least {MIN_AREA}, got {getattr(cfg, name)}")
+    if Path(cfg.output).is_file():
+        raise ValueError(f"--output {cfg.output} is a file; name a folder")
     editor = QwenImageEditor(
         cfg.model, cfg.step, cfg.weights, None, None if cfg.dtype == "auto" else getattr(torch, cfg.dtype),
         cfg.num_steps, cfg.cfg_scale, cfg.negative_prompt, cfg.reference_pixels, cfg.condition_pixels, cfg.plan,

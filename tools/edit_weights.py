@@ -43,6 +43,10 @@ def load_edit_model(model: Path, step: int, weights: str, device: torch.device, 
     folder, trained, stored = model, {}, None
     if (model / "config.json").is_file():
         trained = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        if "model" not in trained:
+            raise ValueError(
+                f"{model / 'config.json'} is not that of a run: give a run folder, or one with transformer/"
+            )
         folder = Path(trained["model"])
         stored = checkpoint.StoredTensors(model / "checkpoints", None if step < 0 else step)
     elif not (folder / "transformer").is_dir():
