@@ -15,6 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+_PRELOADED = [
+    "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "train_mmdit", "train_edit_ddp",
+]  # fmt: skip
 _GRACE_S = 2.0  # after a failure, how long the other ranks may take to report theirs
 
 
@@ -25,9 +28,7 @@ def run_ranks(fn: Callable, world_size: int, *args, timeout_s: float = 120.0) ->
     Returns the ranks' return values, in order.
     Raises: RuntimeError with the tracebacks of the ranks that failed, or if a rank dies or takes too long.
     """
-    # A server that has imported what is slow to import forks the ranks: they start in milliseconds, not seconds.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"])
+    context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes, pipes = [], {}
         packed_args = pickle.dumps(args)  # plain pickle both ways: tensors travel as bytes and outlive their process
@@ -45,6 +46,13 @@ def run_ranks(fn: Callable, world_size: int, *args, timeout_s: float = 120.0) ->
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def fork_server():
+    """Return a multiprocessing context whose server has imported what is slow to import: it forks in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 def _collect(pipes: dict[Connection, int], timeout_s: float) -> list:

@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +15,10 @@ from parallel import checkpoint
 from parallel.weights import read_safetensors
 from tests.edit_shards import write_edit_shard
 from tests.released_folder import make_released
+from tests.script_runs import run_script
 from tools import evaluate_edit, export
 from train_edit_ddp import Config
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 FAST = [
     "--global_batch_size", "8", "--lr_schedule", "constant", "--warmup_steps", "1", "--eval_every", "0",
     "--sample_every", "0", "--log_every", "1", "--log_samples", "--eval_samples", "4", "--num_steps", "5",
@@ -40,24 +37,11 @@ def folder(tmp_path_factory):
 
 def train(folder: Path, run: Path, *flags: str, ranks: int = 1, expect: int = 0) -> str:
     """Run the script and return what it printed; fails the test on another exit code."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command += [
-        str(REPOSITORY / "train_edit_ddp.py"),
-        "--run_folder",
-        str(run),
-        "--cache_folder",
-        str(folder / "cache"),
-    ]
-    command += ["--data", str(folder / "train-*.tar"), "--validation_data", str(folder / "validation.tar")]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    done = subprocess.run(
-        [*command, *FAST, *flags], cwd=REPOSITORY, env=environment | {"OMP_NUM_THREADS": "1"}, text=True, timeout=300,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == expect or (ranks > 1 and expect and done.returncode), done.stdout
-    return done.stdout
+    arguments = ["--run_folder", str(run), "--cache_folder", str(folder / "cache")]
+    arguments += ["--data", str(folder / "train-*.tar"), "--validation_data", str(folder / "validation.tar")]
+    code, printed = run_script("train_edit_ddp.py", [*arguments, *FAST, *flags], ranks)
+    assert code == expect, printed
+    return printed
 
 
 def lines(run: Path, name: str = "metrics.jsonl") -> list[dict]:

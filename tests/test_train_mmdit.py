@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,9 @@ import torch
 from PIL import Image
 
 from parallel import checkpoint
+from tests.script_runs import run_script
 from tests.shards import simple_samples, write_shard
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 FAST = [
     "--global_batch_size", "8", "--lr_schedule", "constant", "--eval_every", "0", "--sample_every", "0",
     "--log_every", "1", "--log_samples", "--max_tokens_per_micro_batch", "120", "--eval_samples", "4",
@@ -28,17 +26,10 @@ def cache(tmp_path_factory):
 
 def train(cache: Path, run: Path, *flags: str, ranks: int = 1, script: str = "train_mmdit.py", expect: int = 0) -> str:
     """Run the script and return what it printed; fails the test on another exit code."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command += [str(REPOSITORY / script), "--run_folder", str(run), "--cache_folder", str(cache), *FAST, *flags]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment | {"OMP_NUM_THREADS": "1"}, text=True, timeout=240,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert (done.returncode == 0) == (expect == 0), done.stdout
-    return done.stdout
+    arguments = ["--run_folder", str(run), "--cache_folder", str(cache), *FAST, *flags]
+    code, printed = run_script(script, arguments, ranks)
+    assert code == expect, printed
+    return printed
 
 
 def metrics(run: Path) -> list[dict]:
