@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from model.edit_planner import IGNORED, Planner, PlannerInput
+from model.edit_planner import Planner, PlannerInput
 from model.templates import END_OF_TURN
 from model.text_encoder import TextEncoder
 from tests.edit_pipeline import TINY, as_tensor, random_picture
 
+IGNORED = -100  # what the library's loss leaves out
 SIZES = [(96, 96), (64, 128), (128, 64)]
 ANSWERS = [
     '[{"action":"remove","target":"dog face","bbox":[10,20,480,900]}]',
