@@ -18,6 +18,8 @@ from transformers import DynamicCache
 from model.templates import END_OF_TURN
 from model.text_encoder import TextEncoder
 
+# The parts whose matrices an optimizer for hidden layers (Muon) steps: neither embeddings nor the first layer.
+HIDDEN_LAYERS = ("vlm.model.language_model.layers.*", "vlm.model.visual.blocks.*", "vlm.model.visual.merger")
 _ROWS_AT_A_TIME = 8  # of like length, so that few tokens are filling
 
 
