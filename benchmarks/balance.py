@@ -26,11 +26,11 @@ _FREQUENT, _RARE = "text", "remove"
 @dataclass(frozen=True)
 class Config:
     folder: str = "runs/balance"  # the set and both runs
-    num_scenes: int = 4000  # of the training set
+    num_scenes: int = 3000  # of the training set
     frequent_share: float = 0.8  # of them "text"
-    num_steps: int = 400  # of each run
+    num_steps: int = 300  # of each run
     num_ranks: int = 2  # processes of each run
-    num_held_out: int = 60  # "remove" edits of other scenes, each measured in both languages
+    num_held_out: int = 40  # "remove" edits of other scenes, each measured in both languages
 
 
 def scenes(kind: str, held_out: bool, count: int) -> Iterator[EditPair]:
