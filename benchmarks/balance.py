@@ -28,7 +28,7 @@ class Config:
     folder: str = "runs/balance"  # the set and both runs
     num_scenes: int = 3000  # of the training set
     frequent_share: float = 0.8  # of them "text"
-    num_steps: int = 300  # of each run
+    num_steps: int = 250  # of each run
     num_ranks: int = 2  # processes of each run
     num_held_out: int = 40  # "remove" edits of other scenes, each measured in both languages
 
