@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from data.reader import Reader, Sample
 from data.shard_cache import open_shard_cache
 from data.word_filter import WordFilter
 from model import flow
-from model.edit_planner import Planner, PlannerInput, PlannerOutput
+from model.edit_planner import HIDDEN_LAYERS, Planner, PlannerInput, PlannerOutput
 from model.encoders import Encoders
 from model.latents import PATCH, patchify
 from model.layout import PackedLayout
@@ -51,7 +52,7 @@ from utils.config import MAY_CHANGE, check_values, parse, run_main, write_run_fo
 from utils.ema import EMA
 from utils.logging import RunLog, set_up_logging
 from utils.loss_tally import LossTally
-from utils.optimizer import build_adamw, build_zero_adamw, set_learning_rate
+from utils.optimizer import build_adamw, build_optimizer, build_zero_adamw, set_learning_rate
 from utils.phase_timer import PhaseTimer
 from utils.random_streams import stream_seed, torch_generator, uniform
 from utils.run_state import networks_tensors
@@ -74,8 +75,8 @@ class Config:
     run_folder: str = "runs/edit"  # everything this run writes; an existing one is resumed
     cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
     # Batch and length
-    num_steps: int = 800  # optimizer steps
-    global_batch_size: int = 64  # samples an optimizer step, over all ranks
+    num_steps: int = 1400  # optimizer steps
+    global_batch_size: int = 32  # samples an optimizer step, over all ranks
     max_tokens_per_micro_batch: int = 8192  # image and text tokens a rank holds at once: sets the memory
     max_pixels: int = 1024 * 1024  # larger targets are scaled down to this area, aspect kept
     reference_pixels: int = 96 * 96  # area at which the renderer sees each reference; the released models: 1048576
@@ -97,8 +98,9 @@ class Config:
     region_weight: float = 1.0  # of a token inside the edited region against one outside, where a sample has a mask
     plan_weight: float = 1.0  # of the planner's cross-entropy a sample
     # Optimizer
-    lr: float = 4e-3  # the renderer's peak learning rate
-    planner_lr: float = 1e-3
+    optimizer: str = "muon"  # for the matrices of all layers, AdamW for the rest; adamw for all, which --zero needs
+    lr: float = 1e-2  # the renderer's peak learning rate
+    planner_lr: float = 1e-2
     lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
     lr_final: float = 0.05  # where the cosine ends, as a share of lr
     warmup_steps: int = 50
@@ -107,7 +109,7 @@ class Config:
     adam_eps: float = 1e-8
     weight_decay: float = 0.01  # not on biases and norms
     max_grad_norm: float = 1.0  # of each network
-    ema_decay: float = 0.998  # of the renderer; rises to this value over the first steps
+    ema_decay: float = 0.995  # of the renderer; rises to this value over the first steps
     # Parallelism, memory and speed
     dtype: str = "auto"  # compute in float32 or bfloat16 (auto: on GPUs); master weights and sums stay float32
     reduce_dtype: str = "float32"  # in which gradients are summed over ranks: float32 or bfloat16
@@ -125,9 +127,9 @@ class Config:
     max_bad_samples: int = 100  # unreadable or refused samples replaced before the run gives up
     # Watching; 0 = never
     log_every: int = 10  # steps between lines of metrics.jsonl
-    eval_every: int = 200
+    eval_every: int = 400
     eval_samples: int = 64  # validation samples, each at eight times and in each language it has
-    sample_every: int = 400
+    sample_every: int = 800
     num_examples: int = 12  # held-out edits drawn as reference | result | target
     save_every: int = 400
     keep_checkpoints: int = 2
@@ -268,8 +270,7 @@ def main(cfg: Config) -> None:
 
     # ---- 3. Data ----------------------------------------------------------------------------------------------------
     cache, text, mixture = Path(cfg.cache_folder), encoders.text, load_mixture(cfg.data)
-    shards = mixture.shards("train", cache)
-    val_shards = mixture.held_out(cfg.validation_data, shards, cache)
+    val_shards = mixture.held_out(cfg.validation_data, shards := mixture.shards("train", cache), cache)
     tokens_id, seen_at = f"{text.tokenizer_id} {text.edit_tokenizer_id}", {"condition_pixels": cfg.condition_pixels}
     index, val_index = (
         build_index(list(paths), text.count_tokens, tokens_id, cache, rank, num_ranks, **seen_at)
@@ -285,12 +286,11 @@ def main(cfg: Config) -> None:
     val_micro_batches = spread_micro_batches(*watched, **sizes)
 
     # ---- 4. Optimizers and EMA --------------------------------------------------------------------------------------
-    build, lrs = build_zero_adamw if cfg.zero else build_adamw, {"planner": cfg.planner_lr, "renderer": cfg.lr}
+    lrs, hidden = {"planner": cfg.planner_lr, "renderer": cfg.lr}, (*HIDDEN_LAYERS, *FSDP_UNITS)
     trained = {n: (stored_parameters if n == "renderer" else trained_parameters)(net) for n, net in networks.items()}
-    optimizers = {
-        name: build(trained[name].items(), lrs[name], (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay)
-        for name in networks
-    }
+    build_adam, numbers = build_zero_adamw if cfg.zero else build_adamw, (cfg.adam_eps, cfg.weight_decay)
+    build = build_adam if cfg.optimizer == "adamw" else partial(build_optimizer, cfg.optimizer, hidden=hidden)
+    optimizers = {n: build(trained[n].items(), lrs[n], (cfg.beta1, cfg.beta2), *numbers) for n in networks}
     ema = EMA(trained["renderer"].items(), cfg.ema_decay) if "renderer" in networks else None
 
     # ---- 5. Resume: copies, the same on all ranks, are stored once; with --zero each rank stores its part ------------

@@ -161,6 +161,10 @@ def check_edit_values(config) -> None:
             raise ValueError(f"--{name} is an area in pixels, at least {MIN_AREA}, got {getattr(config, name)}")
     if not 0.0 < config.region_weight < math.inf:
         raise ValueError(f"--region_weight must be above 0, got {config.region_weight}")
+    if config.optimizer not in ("adamw", "muon"):
+        raise ValueError(f"--optimizer must be adamw or muon, got {config.optimizer!r}")
+    if config.zero and config.optimizer != "adamw":
+        raise ValueError("--zero shares out AdamW's state: add --optimizer adamw")
     if config.lora_rank and "renderer" not in config.train:
         raise ValueError("--lora_rank is for the renderer, and --train leaves it out")
 

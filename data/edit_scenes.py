@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from data.edit_plan import BOX_SIDE
-from data.emoji_captions import COLOURS, with_article
+from data.emoji_captions import COLOURS, PLACES, with_article
 from data.emoji_table import Emoji, draw_scene, load_emoji, scaled_rgba
 
 # Things that people know at sight, by themselves and small.
@@ -116,6 +116,10 @@ def _captions(kind: str, **names: tuple[str, str]) -> dict[str, list[str]]:
     }
 
 
+def _at(place: str) -> tuple[str, str]:
+    return PLACES[place][0], POSITIONS_ZH[place]
+
+
 def _draw(canvas: Canvas, background: str, things: dict[str, Thing]) -> Image.Image:
     placed = [(thing.key, canvas.places[place]) for place, thing in things.items()]
     return draw_scene(canvas.size, COLOURS[background][0], placed)
@@ -195,7 +199,7 @@ def scene_edit(rng: random.Random, kind: str) -> EditPair:
     else:
         raise ValueError(f"no kind of edit {kind!r}; there are {', '.join(KINDS)}")
     position = there if kind == "move" else here
-    names |= {"position": (position, POSITIONS_ZH[position])}
+    names |= {"position": (position, POSITIONS_ZH[position]), "at": _at(position)}
     names.setdefault("target", (first.en, first.zh))
     mask = _background_mask(canvas, before) if kind == "background" else _mask(canvas, changed)
     return EditPair(
@@ -217,7 +221,7 @@ def composed_edit(rng: random.Random, kind: str) -> EditPair:
     after = {there: first, here: second}
     single = Canvas((96, 96), {"centre": (48, 48, 88)})
     alone = {thing.key: _draw(single, "white", {"centre": thing}) for thing in (first, second)}
-    names = {"position": (here, POSITIONS_ZH[here]), "other": (there, POSITIONS_ZH[there])}
+    names = {"at": _at(here), "other": _at(there)}
     names["style"] = background, COLOURS[background][1]
     names |= {"target": (first.en, first.zh), "object": (second.en, second.zh)}
     inserts = [
@@ -231,7 +235,7 @@ def composed_edit(rng: random.Random, kind: str) -> EditPair:
         references = [_draw(canvas, background, {}), alone[first.key], alone[second.key]]
         actions, mask = inserts, _mask(canvas, [here, there])
     else:
-        names |= {"position": (there, POSITIONS_ZH[there])}
+        names |= {"at": _at(there)}
         names |= {name: (with_article(en), zh) for name, (en, zh) in names.items() if name in ("target", "object")}
         references, mask = [], None
         actions = [{k: v for k, v in insert.items() if k != "bbox"} for insert in inserts]

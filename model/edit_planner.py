@@ -8,15 +8,19 @@ Legend: B samples, T_b text states of a sample, D their width, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from model.templates import END_OF_TURN
 from model.text_encoder import TextEncoder
 
-IGNORED = -100  # no answer's token stands here
+# The parts whose matrices an optimizer for hidden layers (Muon) steps: neither embeddings nor the first layer.
+HIDDEN_LAYERS = ("vlm.model.language_model.layers.*", "vlm.model.visual.blocks.*", "vlm.model.visual.merger")
+_ROWS_AT_A_TIME = 8  # of like length, so that few tokens are filling
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,24 +73,56 @@ class Planner(nn.Module):
         answers = [self._answer_tokens(s.answer) for s in samples]
         rows = [edit.ids + answer for edit, answer in zip(edits, answers, strict=True)]
         pictures = [picture for s in samples for picture in s.pictures]
-        inputs = text.model_inputs(rows, pictures)
-        states = self.vlm.model(**inputs, use_cache=False).last_hidden_state  # (B, longest, D)
+        num_shared = min(edits[0].start, len(commonprefix(rows)))  # a line end may join that of the prefix
+        states = self._states(rows, num_shared, pictures)
 
         # The state before each token of an answer predicts it.
-        labels = torch.full(states.shape[:2], IGNORED, device=states.device)
-        for b, (edit, answer) in enumerate(zip(edits, answers, strict=True)):
-            labels[b, edit.stop - 1 : edit.stop - 1 + len(answer)] = torch.tensor(answer, dtype=torch.int64)
-        is_answer = labels != IGNORED
-        logits = self.vlm.lm_head(states[is_answer]).float()  # (tokens of all answers, V)
-        losses, correct = torch.zeros(labels.shape, device=states.device), torch.ones_like(is_answer)
-        losses[is_answer] = F.cross_entropy(logits, labels[is_answer], reduction="none")
-        correct[is_answer] = logits.argmax(dim=-1) == labels[is_answer]
-        has_answer = is_answer.any(dim=1)
-        loss = losses.sum(dim=1) / is_answer.sum(dim=1).clamp(min=1)
+        lengths = [len(answer) for answer in answers]
+        before = [own[len(own) - n - 1 : len(own) - 1] for own, n in zip(states, lengths, strict=True)]
+        labels = torch.tensor([token for answer in answers for token in answer], device=states[0].device).long()
+        logits = self.vlm.lm_head(torch.cat(before)).float()  # (tokens of all answers, V)
+        losses = F.cross_entropy(logits, labels, reduction="none").split(lengths)
+        correct = (logits.argmax(dim=-1) == labels).split(lengths)
+        loss = torch.stack([own.mean() if len(own) else own.sum() for own in losses])
+        has_answer = torch.tensor([s.answer is not None for s in samples], device=loss.device)
         if self._trains_vision and not pictures and torch.is_grad_enabled():
             loss = loss + self._nothing_seen()
-        own = [row[edit.start : edit.stop] for row, edit in zip(states, edits, strict=True)]
-        return PlannerOutput(loss, has_answer, has_answer & correct.all(dim=1), own)
+        texts = [row[e.start - num_shared : e.stop - num_shared] for row, e in zip(states, edits, strict=True)]
+        return PlannerOutput(loss, has_answer, has_answer & torch.stack([own.all() for own in correct]), texts)
+
+    def _states(self, rows: Sequence[list[int]], start: int, pictures: Sequence[Tensor]) -> list[Tensor]:
+        """Return what each row of token ids becomes after its first `start` ones, which all share: (tokens, D) each.
+
+        The model is causal, so the shared ones are read once; rows of like length go through it together.
+        """
+        model, inputs = self.vlm.model, self.text.model_inputs(rows, pictures)
+        ids, positions = inputs["input_ids"], None
+        embedded = model.get_input_embeddings()(ids)
+        if pictures:
+            seen = model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).pooler_output
+            embedded = embedded.masked_scatter((ids == self.text.image_pad)[..., None], seen.to(embedded.dtype))
+            grids, kinds = inputs["image_grid_thw"], inputs["mm_token_type_ids"]
+            positions, _ = model.get_rope_index(ids, kinds, grids, attention_mask=inputs["attention_mask"])
+            positions = positions[..., start:]
+        shared = DynamicCache(config=model.language_model.config)
+        model.language_model(inputs_embeds=embedded[:1, :start], cache=shared, use_cache=True)
+        kept = [(layer.keys, layer.values) for layer in shared.layers]
+
+        states: list[Tensor] = [embedded[0]] * len(rows)
+        by_length = sorted(range(len(rows)), key=lambda b: len(rows[b]))
+        for first in range(0, len(rows), _ROWS_AT_A_TIME):
+            chosen = by_length[first : first + _ROWS_AT_A_TIME]
+            stop, of_all = len(rows[chosen[-1]]), (len(chosen), -1, -1, -1)
+            # No mask: no token sees the filling, which is on the right.
+            read = model.language_model(
+                inputs_embeds=embedded[chosen, start:stop],
+                position_ids=None if positions is None else positions[:, chosen, : stop - start],
+                cache=DynamicCache([(keys.expand(of_all), values.expand(of_all)) for keys, values in kept]),
+                use_cache=True,
+            ).last_hidden_state
+            for b, row in zip(chosen, read, strict=True):
+                states[b] = row[: len(rows[b]) - start]
+        return states
 
     def _answer_tokens(self, answer: str | None) -> list[int]:
         return (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLQwenImage
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d, QwenImageRMS_norm
 from torch import Tensor, nn
 
 
@@ -23,12 +23,26 @@ class _ImageConv2d(nn.Conv2d):
         return super().forward(x.squeeze(2)).unsqueeze(2)
 
 
+class _RMSNorm(QwenImageRMS_norm):
+    """The library's norm over channels with the length as a sum of squares.
+
+    On a CPU `torch.linalg.vector_norm` over any axis but the last takes nine times as long, a third of all encoding.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        length = values.square().sum(dim=1 if self.channel_first else -1, keepdim=True).sqrt().clamp(min=1e-12)
+        return (values / length).to(x.dtype) * self.scale * self.gamma + self.bias
+
+
 def use_image_convolutions(vae: AutoencoderKLQwenImage) -> None:
-    """Replace, in place, every causal 3-D convolution by its exact equivalent for single frames.
+    """Replace, in place, every causal 3-D convolution by its exact equivalent for single frames, and make norms faster.
 
     Afterwards the state dict no longer has the released shapes, and only `ImageVAE` can call the module.
     """
     for module in list(vae.modules()):
+        if type(module) is QwenImageRMS_norm:
+            module.__class__ = _RMSNorm
         for name, conv in list(module.named_children()):
             if not isinstance(conv, QwenImageCausalConv3d):
                 continue

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from model.edit_planner import IGNORED, Planner, PlannerInput
+from model.edit_planner import Planner, PlannerInput
 from model.templates import END_OF_TURN
 from model.text_encoder import TextEncoder
 from tests.edit_pipeline import TINY, as_tensor, random_picture
 
+IGNORED = -100  # what the library's loss leaves out
 SIZES = [(96, 96), (64, 128), (128, 64)]
 ANSWERS = [
     '[{"action":"remove","target":"dog face","bbox":[10,20,480,900]}]',
@@ -28,6 +29,12 @@ def make_samples() -> list[PlannerInput]:
         PlannerInput(text, [as_tensor(random_picture(*SIZES[j], seed=10 * i + j)) for j in range(i)], ANSWERS[i])
         for i, text in enumerate(instructions)
     ]
+
+
+def make_batch() -> list[PlannerInput]:
+    """More rows than are read at a time, in no order of length; in one a line end joins that of the shared prefix."""
+    joined = PlannerInput("\n\nMake it red.", [], ANSWERS[0])
+    return [*make_samples(), joined, *make_samples()[::-1]]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +62,7 @@ def test_the_loss_is_the_library_s_with_labels(planner, i):
 
 def test_the_states_are_those_of_the_text_encoder(planner):
     """Whatever the answer is: the text's states know nothing of it."""
-    samples = make_samples()
+    samples = make_batch()
     for sample, states in zip(samples, planner(samples).states, strict=True):
         expected = planner.text.encode(sample.instruction, sample.pictures)
         assert states.shape == expected.shape
@@ -63,7 +70,7 @@ def test_the_states_are_those_of_the_text_encoder(planner):
 
 
 def test_a_batch_equals_one_by_one():
-    samples = make_samples()
+    samples = make_batch()
     planner = make_planner()
     together = planner(samples)
     together.loss_per_sample.sum().backward()
