@@ -1,7 +1,7 @@
 """Fine-tune an instruction-edit model: pictures and an instruction → a plan of actions → the new picture.  DDP.
 
     ./launch.sh train_edit_ddp.py                                   this machine: all GPUs, or two CPU processes
-    torchrun --nproc_per_node=8 train_edit_ddp.py --model /models/Qwen-Image-Edit --data '/data/*.tar' --lora_rank 32
+    torchrun --nproc_per_node=8 train_edit_ddp.py --model MODEL --data DATA --lora_rank 32 --optimizer adamw --lr 1e-4
 
 The planner is Qwen2.5-VL: it reads the references and the instruction, and answers with a JSON list of actions.  Its
 states of what it read are the text states of the renderer, the MMDiT, which draws the picture beside the references.
