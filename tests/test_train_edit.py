@@ -112,6 +112,18 @@ def test_resumed_run_is_the_undisturbed_one_to_the_bit(folder, shared_out, tmp_p
     assert lines(tmp_path / "run", "samples_seen.jsonl") == lines(shared_out / "whole", "samples_seen.jsonl")
 
 
+def test_a_run_with_the_default_optimizer_resumes_to_the_bit(folder, tmp_path):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    muon = ["--optimizer", Config.optimizer, "--lr", str(Config.lr), "--planner_lr", str(Config.planner_lr)]
+    train(folder, whole, *muon, "--num_steps", "3", "--save_every", "3", ranks=2)
+    train(folder, part, *muon, "--num_steps", "2", "--save_every", "2", ranks=2)
+    train(folder, part, *muon, "--num_steps", "3", "--save_every", "2", ranks=2)
+    expected, mine = state(whole, 3), state(part, 3)
+    assert expected.keys() == mine.keys()
+    assert {name.split(".")[1] for name in mine if name.endswith("momentum_buffer")} == {"planner", "renderer"}
+    assert all(torch.equal(mine[name], tensor) for name, tensor in expected.items())
+
+
 def test_resumes_on_another_number_of_ranks_without_zero(folder, alone, shared_out, tmp_path):
     shutil.copytree(shared_out / "part", tmp_path / "run")
     train(folder, tmp_path / "run", ranks=1)
