@@ -1,6 +1,8 @@
 """A web server of one folder whose requests fail at a chosen rate, as a process of its own for `benchmarks.remote`.
 
-python -m benchmarks.faulty_server FOLDER WAIT_S      prints its port; each line it reads is a new rate of failures
+python -m benchmarks.faulty_server FOLDER WAIT_S KINDS    prints its port; each line it reads is a new rate of failures
+
+KINDS: which failures in equal parts: 503, cut (half of the body), flip (a wrong bit), reset, stall (no answer).
 """
 
 import random
@@ -12,10 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 _MAX_S = 600.0  # ends by itself
+_STALL_S = 60.0
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the answer to its headers
 
     def log_message(self, *_) -> None:
         """Say nothing."""
@@ -26,11 +30,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         time.sleep(self.server.wait_s)
         fails = random.random() < self.server.rate
-        self._answer(random.choice(("503", "cut", "flip", "reset")) if fails else "")
+        self._answer(random.choice(self.server.kinds) if fails else "")
 
     def _answer(self, fault: str) -> None:
         content = self.server.files.get(self.path)
-        if fault == "reset":
+        if fault == "stall":
+            time.sleep(_STALL_S)
+        if fault in ("reset", "stall"):
             self.close_connection = True
             return
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
@@ -58,6 +64,7 @@ def main() -> None:
     random.seed(0)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
         server.daemon_threads, server.rate, server.wait_s = True, 0.0, wait_s
+        server.kinds = sys.argv[3].split(",")
         server.files = {f"/{path.name}": path.read_bytes() for path in folder.glob("*.tar")}
         server.handle_error = lambda *_: None  # a client that gave up is no news
         threading.Thread(target=server.serve_forever, daemon=True).start()

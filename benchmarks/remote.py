@@ -36,11 +36,12 @@ _PATIENCE = Patience(max_retries=10, first_wait_s=0.02, max_wait_s=1.0, stall_s=
 @dataclass(frozen=True)
 class Config:
     num_shards: int = 4
-    samples_per_shard: int = 200
+    samples_per_shard: int = 1000
     side: int = 256  # pixels of a picture
     latency_ms: float = 20.0  # before each answer
-    fault_rate: float = 0.2  # share of requests that fail: 503, a cut body, a flipped bit, a reset, in equal parts
-    turns: int = 5  # of each kind
+    fault_rate: float = 0.2  # share of requests that fail
+    faults: str = "503,cut,flip,reset"  # in equal parts: a server's error, a cut body, a flipped bit, a reset; stall
+    turns: int = 3  # of each kind
     num_workers: int = 2
 
 
@@ -79,8 +80,8 @@ def read_epoch(index: Index, cfg: Config, cache: ShardCache | None = None) -> tu
 class Server:
     """The process that serves a folder; `set_faults` says which share of the requests fails from now on."""
 
-    def __init__(self, folder: Path, latency_ms: float):
-        command = [sys.executable, "-m", "benchmarks.faulty_server", str(folder), str(latency_ms / 1e3)]
+    def __init__(self, folder: Path, latency_ms: float, faults: str):
+        command = [sys.executable, "-m", "benchmarks.faulty_server", str(folder), str(latency_ms / 1e3), faults]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
@@ -99,7 +100,7 @@ def main(cfg: Config) -> None:
         folder = Path(name)
         shards = write_shards(folder, cfg)
         num_bytes = sum(shard.stat().st_size for shard in shards)
-        server = Server(folder, cfg.latency_ms)
+        server = Server(folder, cfg.latency_ms, cfg.faults)
         try:
             index = build_index([f"{server.url}/{shard.name}" for shard in shards], len, "t", folder / "index")
             local = build_index([str(shard) for shard in shards], len, "t", folder / "index")

@@ -56,6 +56,16 @@ class SampleRecord:
     references: tuple[PictureMember, ...] | None = None  # of an edit; None = text-to-image
     mask: PictureMember | None = None  # of an edit's region
 
+    @property
+    def others(self) -> list[PictureMember]:
+        """The pictures of an edit besides its target: its references, then its mask."""
+        return [*(self.references or ()), *([self.mask] if self.mask is not None else [])]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all members that reading it takes."""
+        return self.image_size + self.meta_size + sum(other.size for other in self.others)
+
     def trained_size(self, max_pixels: int) -> Size:
         """Return the (height, width) at which the picture is trained.
 

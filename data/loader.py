@@ -3,11 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from data.plan import BatchPlan, PlannedSample
 from data.reader import Reader, Sample
 
 _NUM_REQUESTS = 32  # at once, for remote shards: 50 ms each and 100 KB a sample make 64 MB/s
+_NUM_ASKED = 8 * _NUM_REQUESTS  # samples asked for before their turn: one that is tried again holds up none but itself
+_MAX_ASKED_BYTES = 64 << 20  # of them in memory
 _MAX_TASK_SAMPLES = 16  # read by one task of a thread: handing over each sample alone costs more than reading it
 
 
@@ -15,7 +18,8 @@ class Loader:
     """The micro-batches of one data rank, step after step, read ahead by threads.
 
     num_workers: threads that decode; 0 reads when asked.  prefetch_steps: how many steps may lie in memory ahead.
-    Neither changes what comes out.  Bytes of remote shards are fetched by threads of their own, _NUM_REQUESTS at once.
+    Neither changes what comes out.  Bytes of remote shards are fetched by threads of their own, _NUM_REQUESTS at once,
+    and further ahead, for a step waits for its slowest request.
     needs_pixels(key): whether a picture must be read, or its latents are already known.
     gather: given a list, returns those of all ranks that work on the same samples (a collective); without it there is
     one such rank.
@@ -42,38 +46,58 @@ class Loader:
         self._pool = ThreadPoolExecutor(num_workers, "reader") if num_workers else None
         fetches = num_workers and reader.shards.any_remote
         self._requests = ThreadPoolExecutor(_NUM_REQUESTS, "fetch") if fetches else None
-        self._ahead: deque[list[list[Future]]] = deque()
+        self._asked: deque[_AskedStep] = deque()  # the steps before `_to_plan` that no thread decodes yet
+        self._ahead: deque[list[list[Future]]] = deque()  # the steps that are being decoded
         self._prefetch_steps = prefetch_steps
-        self._to_submit = start_step
+        self._to_plan = start_step
 
     def next_step(self) -> list[list[Sample]]:
         """Return the next step's samples by micro-batch."""
         if self._pool is None:
-            planned = self.plan.micro_batches(self._to_submit)
-            self._to_submit += 1
+            planned = self.plan.micro_batches(self._to_plan)
+            self._to_plan += 1
             return [self._alike([(p, self.reader.read(p, self._needs_pixels)) for p in micro]) for micro in planned]
         while len(self._ahead) <= self._prefetch_steps:
-            self._ahead.append(self._submit(self.plan.micro_batches(self._to_submit)))
-            self._to_submit += 1
+            if not self._asked:
+                self._ask()
+            self._ahead.append(self._submit(self._asked.popleft()))
+        while self._requests is not None and self._has_room():
+            self._ask()
         return [self._alike([pair for task in micro for pair in task.result()]) for micro in self._ahead.popleft()]
 
     def seek(self, step: int) -> None:
         """Go on with `step`; what was read ahead is dropped, for a plan that changes from there on."""
-        for task in (task for micro_batches in self._ahead for micro in micro_batches for task in micro):
-            task.cancel()
+        decoding = (task for micro_batches in self._ahead for micro in micro_batches for task in micro)
+        for future in (*decoding, *(future for asked in self._asked for future in asked.fetched.values())):
+            future.cancel()
         self._ahead.clear()
-        self._to_submit = step
+        self._asked.clear()
+        self._to_plan = step
 
-    def _submit(self, micro_batches: list[list[PlannedSample]]) -> list[list[Future]]:
-        num_samples = sum(map(len, micro_batches))
-        size = max(1, min(_MAX_TASK_SAMPLES, num_samples // self._num_workers))
-        return [[self._submit_task(micro[i : i + size]) for i in range(0, len(micro), size)] for micro in micro_batches]
+    def _has_room(self) -> bool:
+        num_samples = sum(len(asked.fetched) for asked in self._asked)
+        return num_samples < _NUM_ASKED and sum(asked.num_bytes for asked in self._asked) < _MAX_ASKED_BYTES
 
-    def _submit_task(self, planned: list[PlannedSample]) -> Future:
-        fetched: list[Future | None] = [None] * len(planned)
+    def _ask(self) -> None:
+        """Plan the next step, and ask for the bytes of remote samples."""
+        micro_batches, fetched, num_bytes = self.plan.micro_batches(self._to_plan), {}, 0
+        self._to_plan += 1
         if self._requests is not None:
-            fetched = [self._requests.submit(self.reader.fetch, p, self._needs_pixels) for p in planned]
-        return self._pool.submit(self._read_all, planned, fetched)
+            for m, i, planned in ((m, i, p) for m, micro in enumerate(micro_batches) for i, p in enumerate(micro)):
+                fetched[m, i] = self._requests.submit(self.reader.fetch, planned, self._needs_pixels)
+                num_bytes += self.reader.index[planned.index].num_bytes
+        self._asked.append(_AskedStep(micro_batches, fetched, num_bytes))
+
+    def _submit(self, asked: "_AskedStep") -> list[list[Future]]:
+        """Have the threads decode a step."""
+        num_samples = sum(map(len, asked.micro_batches))
+        size = max(1, min(_MAX_TASK_SAMPLES, num_samples // self._num_workers))
+        tasks = []
+        for m, micro in enumerate(asked.micro_batches):
+            fetched = [asked.fetched.get((m, i)) for i in range(len(micro))]
+            parts = (slice(i, i + size) for i in range(0, len(micro), size))
+            tasks.append([self._pool.submit(self._read_all, micro[part], fetched[part]) for part in parts])
+        return tasks
 
     def _read_all(self, planned: list[PlannedSample], fetched: list) -> list[tuple[PlannedSample, Sample]]:
         return [(p, self.reader.read(p, self._needs_pixels, ahead)) for p, ahead in zip(planned, fetched, strict=True)]
@@ -107,3 +131,12 @@ class Loader:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
         self.reader.close()
+
+
+@dataclass(frozen=True)
+class _AskedStep:
+    """A planned step whose bytes are under way, if they are remote."""
+
+    micro_batches: list[list[PlannedSample]]
+    fetched: dict[tuple[int, int], Future]  # (micro-batch, place in it) → the sample's members
+    num_bytes: int

@@ -111,11 +111,11 @@ class Reader:
         places = replacements(self.index, planned, self.max_pixels, self.shards.is_lost, self.reference_pixels)
         for candidate in chain((planned,), places):
             key = self.index.key(candidate.index)
+            under_way = fetched if candidate is planned else None
             if key in self.bad_samples:
                 continue
             try:
                 wants_picture = self._wants_picture(candidate.index, needs_pixels)
-                under_way, fetched = fetched, None  # of the planned one alone
                 members = under_way.result() if under_way else self._fetch(candidate.index, wants_picture)
                 meta = self._parse(candidate.index, members.meta)
                 caption = meta.captions[candidate.language][candidate.wording]
@@ -187,8 +187,7 @@ class Reader:
         members = [] if knows_captions else [(record.meta_offset, record.meta_size, record.meta_crc32)]
         if wants_picture:
             members.append((record.image_offset, record.image_size, record.image_crc32))
-        others = [*(record.references or ()), *([record.mask] if record.mask is not None else [])]
-        members += [(other.offset, other.size, other.crc32) for other in others]
+        members += [(other.offset, other.size, other.crc32) for other in record.others]
         contents = deque(self.shards.read(record.shard, members) if members else [])
         meta = None if knows_captions else bytes(contents.popleft())
         return _Members(meta, contents.popleft() if wants_picture else None, tuple(contents))

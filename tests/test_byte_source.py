@@ -5,11 +5,13 @@ import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from tests.range_server import STALL_S, range_server
 from utils.byte_source import Patience, SourceChangedError, is_remote, open_source
+from utils.quick_limit import QuickLimit
 
 CONTENT = random.Random(0).randbytes(300_000)
 HASTY = Patience(max_retries=3, first_wait_s=0.01, max_wait_s=0.02, stall_s=0.6, total_s=10)
@@ -73,9 +75,47 @@ def test_passing_faults_are_tried_again(server, fault):
     source = opened(server)
     server.faults = [fault, fault]
     assert read(source, 1000, 200_000) == CONTENT[1000:201_000]
-    assert len(gets(server)) == 3
-    if fault in ("cut", "stutter"):  # continued where it was cut
-        assert gets(server)[1][2] == "bytes=101000-200999"
+    # A small read starts anew after its first attempt; then obstore goes on where it was cut.
+    last = "bytes=101000-200999" if fault in ("cut", "stutter") else "bytes=1000-200999"
+    assert [request[2] for request in gets(server)] == ["bytes=1000-200999", "bytes=1000-200999", last]
+
+
+@pytest.mark.parametrize("fault", ["cut", "stutter"])
+def test_a_large_read_goes_on_where_it_was_cut(server, fault):
+    large = server.files["/folder/large.bin"] = CONTENT * 8
+    source = open_source(f"{server.url}/folder/large.bin", HASTY)
+    server.faults = [fault]
+    assert read(source, 1000, 2_200_000) == large[1000:2_201_000]
+    assert [request[2] for request in gets(server)] == ["bytes=1000-2200999", "bytes=1101000-2200999"]
+
+
+def test_a_stall_is_given_up_as_soon_as_answers_have_shown_how_quick_they_are(server):
+    patience = replace(HASTY, stall_s=30.0, max_retries=1)  # which nobody else has: what was learnt is shared
+    source = opened(server, patience)
+    for _ in range(32):
+        read(source, 0, 10)
+    server.faults, started = ["stall"], time.monotonic()
+    assert read(source, 1000, 2000) == CONTENT[1000:3000]
+    assert 0.4 < time.monotonic() - started < STALL_S / 2
+    server.faults = ["stall", 503]  # no more attempts than ever
+    with pytest.raises(OSError, match="could not be read"):
+        read(source, 1000, 2000)
+
+
+def test_what_is_slow_is_waited_for():
+    """Against the definition: four times what nine of ten take, up to a power of two, within bounds."""
+    limit = QuickLimit(30.0)
+    for _ in range(31):
+        limit.note(0.01)
+    assert limit.seconds == 30.0
+    limit.note(0.01)
+    assert limit.seconds == 0.5
+    for n in range(128):
+        limit.note(0.9 if n % 5 == 0 else 0.01)  # one of five: nine of ten take up to 0.9
+    assert limit.seconds == 4.0
+    for _ in range(128):
+        limit.note(9.0)
+    assert limit.seconds == 30.0
 
 
 @pytest.mark.parametrize("fault", [500, "stall"])

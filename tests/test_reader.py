@@ -15,6 +15,7 @@ from data.loader import Loader
 from data.order import GlobalOrder
 from data.plan import BatchPlan, every_language
 from data.reader import BadDataError, Reader
+from tests.range_server import range_server
 from tests.shards import picture_bytes, simple_samples, write_shard
 
 
@@ -209,3 +210,32 @@ def test_bad_settings_are_refused(tmp_path):
     _, index = make_index(tmp_path)
     with pytest.raises(ValueError, match="prefetch_steps"):
         Loader(Reader(index), plan_of(index), 0, 2, 0)
+
+
+def test_what_was_read_ahead_of_a_sample_found_bad_meanwhile_is_not_taken_for_its_replacement(tmp_path):
+    _, index = make_index(tmp_path)
+    reader, planned = Reader(index), every_language(index, 4)[0]
+    with ThreadPoolExecutor(1) as pool:
+        fetched = pool.submit(reader.fetch, planned, lambda key: True)
+    reader.note_bad(index.key(4), "another visit of it found that")
+    sample, expected = reader.read(planned, fetched=fetched), reader.read(planned)
+    assert sample.key == expected.key != index.key(4)
+    assert sample.caption == expected.caption and sample.pixels.equal(expected.pixels)
+
+
+def test_remote_samples_are_asked_for_well_before_their_turn(tmp_path, monkeypatch):
+    """However small a step is; and what was asked for is dropped where the plan changes."""
+    monkeypatch.setattr("data.loader._NUM_ASKED", 40)
+    shard, _ = make_index(tmp_path)
+    with range_server({"/a.tar": shard.read_bytes()}) as server:
+        index = build_index([f"{server.url}/a.tar"], lambda text: len(text.split()) + 5, "t", tmp_path / "cache")
+        server.requests.clear()
+        loader = Loader(Reader(index), plan_of(index, batch=2), 0, 2, 1)
+        expected = [contents(Loader(Reader(index), plan_of(index, batch=2), step, 0).next_step()) for step in (0, 9)]
+        server.requests.clear()
+        assert contents(loader.next_step()) == expected[0]
+        loader.seek(9)
+        assert contents(loader.next_step()) == expected[1]
+        loader.close()
+        # Two steps are decoded, and 40 samples asked for, before the plan changes and after.
+        assert 2 * 2 + 40 <= len(server.requests) <= 2 * (2 * 2 + 40)

@@ -12,10 +12,12 @@ import functools
 import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from utils.quick_limit import QuickLimit
 
 REMOTE_SCHEMES = ("https", "http", "s3")
 
@@ -27,16 +29,21 @@ class Patience:
     max_retries: int = 8  # further attempts after the first
     first_wait_s: float = 0.2  # before the first of them; it doubles, with jitter
     max_wait_s: float = 20.0
-    stall_s: float = 30.0  # without a byte for so long, an attempt has failed
+    stall_s: float = 30.0  # without a byte for so long, an attempt has failed; the first of a small read sooner
     total_s: float = 300.0  # no further attempt after so long
 
 
+_SMALL_BYTES = 2**21  # a read that may start anew where it was cut
 _NO_LENGTH = "Content-Length Header missing"  # in the message for an answer without one, as a proxy in trouble gives it
 DEFAULT_PATIENCE = Patience()
 
 
 class SourceChangedError(OSError):
     """The file is no longer the one that was opened."""
+
+
+class _NoRangesError(OSError):
+    """A server that sends whole files only."""
 
 
 class LocalFile:
@@ -91,7 +98,8 @@ class RemoteFile:
         import obstore  # here, since a run that reads local files alone does not need it
 
         self._obstore, self.location = obstore, location
-        self._store, self._patience = _store(folder, patience), patience
+        self._store, self._patience, self._folder = _store(folder, patience), patience, folder
+        self._limit = _quick_limit(folder, patience)
         if pinned is None:
             pinned = _version(self._call(obstore.head, self._store, self._name))
         self.size, self.version = pinned
@@ -104,23 +112,35 @@ class RemoteFile:
         """
         if not len(buffer):
             return
-        for attempt in range(self._patience.max_retries + 1):
-            result = None
+        # A small read's first attempt is given up early: a stall should not hold up a whole batch.  What follows is
+        # left to obstore; so is a large read, which it continues where it was cut.
+        max_retries, store, limit = self._patience.max_retries, self._store, None
+        if len(buffer) <= _SMALL_BYTES and max_retries:
+            limit = self._limit.seconds
+            store = _store(self._folder, replace(self._patience, max_retries=0, stall_s=limit))
+        for attempt in range(max_retries + 1):
+            is_last, result, started = attempt == max_retries, None, time.monotonic()
             try:
-                result = self._get((offset, offset + len(buffer)))
+                result = self._get(store, (offset, offset + len(buffer)))
                 self._check(result.meta)
                 data = memoryview(self._call(result.bytes))
                 if len(data) == len(buffer):
                     break
                 # Cut, and the server had not said how much it would send.
-                if attempt == self._patience.max_retries:
+                if is_last:
                     raise OSError(f"{self.location} gave {len(data)} of {len(buffer)} bytes from byte {offset} on")
+            except (FileNotFoundError, PermissionError, SourceChangedError, _NoRangesError):
+                raise
             except OSError as error:
                 # obstore does not continue a body cut without an ETag, nor try again after one without a length.
                 is_ours = _NO_LENGTH in str(error) or (result is not None and not result.meta["e_tag"])
-                if not is_ours or isinstance(error, SourceChangedError) or attempt == self._patience.max_retries:
+                if is_last or not (is_ours or limit is not None):
                     raise
-            time.sleep(min(self._patience.max_wait_s, self._patience.first_wait_s * 2**attempt) * random.random())
+            if limit is None or time.monotonic() - started < limit:  # a stall was wait enough
+                time.sleep(min(self._patience.max_wait_s, self._patience.first_wait_s * 2**attempt) * random.random())
+            if limit is not None:
+                limit, store = None, _store(self._folder, replace(self._patience, max_retries=max_retries - 1))
+        self._limit.note(time.monotonic() - started)
         buffer[:] = data
 
     def expect(self, offset: int, num_bytes: int) -> None:
@@ -132,9 +152,9 @@ class RemoteFile:
     def close(self) -> None:
         """Nothing to do: connections are shared by the files of a folder."""
 
-    def _get(self, byte_range: tuple[int, int]):
+    def _get(self, store, byte_range: tuple[int, int]):
         try:
-            return self._call(self._obstore.get, self._store, self._name, options={"range": byte_range})
+            return self._call(self._obstore.get, store, self._name, options={"range": byte_range})
         except OSError as error:
             if "range" in str(error).lower():  # refused, perhaps since the file is shorter now
                 self._check(self._call(self._obstore.head, self._store, self._name))
@@ -211,6 +231,8 @@ def _in_python(location: str, function, *args, **kwargs):
         raise FileNotFoundError(f"{location} does not exist") from None
     except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
         raise PermissionError(f"access to {location} was refused: {_first_line(error)}") from error
+    except errors.NotSupportedError as error:
+        raise _NoRangesError(f"{location} could not be read: {_first_line(error)}") from error
     except errors.BaseError as error:
         if "404 Not Found" in str(error):  # to the request that goes on with a body that was cut
             raise FileNotFoundError(f"{location} does not exist") from None
@@ -240,6 +262,12 @@ def _split(location: str) -> tuple[str, str]:
         raise ValueError(f"{location}: a URL with a query cannot be read; give the plain one")
     folder, _, name = location.rpartition("/")
     return folder, unquote(name)
+
+
+@functools.cache
+def _quick_limit(folder: str, patience: Patience) -> QuickLimit:
+    """Return what is learnt from the files of a folder together."""
+    return QuickLimit(patience.stall_s)
 
 
 @functools.cache
