@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,7 @@ sys.path.insert(0, {repository!r})
 from dataclasses import dataclass
 from utils import config
 from utils.config import parse, run_main
+from utils.exit_codes import NO_PROGRESS, Stopped
 
 @dataclass(frozen=True)
 class Config:
@@ -94,6 +96,12 @@ def main(cfg):
     if cfg.fault == "library":
         import json
         json.loads("{{")
+    if cfg.fault == "stopped":
+        raise Stopped(NO_PROGRESS, "enough of it")
+    if cfg.fault == "thread":
+        import threading, time
+        threading.Thread(target=time.sleep, args=(90,)).start()
+        raise RuntimeError("this rank is done for")
     if cfg.fault == "one":
         import time
         time.sleep(60)
@@ -134,6 +142,17 @@ def test_an_error_of_a_later_rank_alone_is_heard(tmp_path):
 def test_a_librarys_value_error_keeps_its_traceback(tmp_path):
     code, shown = launch(tmp_path, "utils.torchrun", "--fault=library")
     assert code == 1 and 'json.loads("{")' in shown and "JSONDecodeError" in shown
+
+
+def test_a_stop_has_its_own_exit_code_and_is_said_once(tmp_path):
+    code, shown = launch(tmp_path, "utils.torchrun", "--fault=stopped")
+    assert code == 83 and shown.count("stopped: enough of it") == 1 and "Traceback" not in shown
+
+
+def test_a_failed_rank_does_not_wait_for_its_threads(tmp_path):
+    started = time.monotonic()
+    code, shown = launch(tmp_path, "utils.torchrun", "--fault=thread")
+    assert code == 1 and "RuntimeError: this rank is done for" in shown and time.monotonic() - started < 60
 
 
 def test_traceback_of_a_users_error_on_request(tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -11,13 +12,14 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from utils.exit_codes import USER_ERROR, Stopped
+
 Config = TypeVar("Config")
-USER_ERROR_EXIT_CODE = 2  # the same as for an unknown flag
 _GRACE_S = 5.0  # a rank may be this much later than another at the same error
 # These decide how far, on what and how closely watched a run goes, not what it computes: they may change on resume.
 MAY_CHANGE = frozenset({
@@ -63,23 +65,34 @@ def run_main(main: Callable[[Config], None], config: Config) -> None:
     """Call main(config).  What a user can get wrong is printed once, without its traceback, and exits with 2.
 
     That is a ValueError raised by our own code; one from inside a library is a fault like any other and keeps its
-    traceback.  TRACEBACK=1 in the environment shows the traceback of both.
+    traceback.  TRACEBACK=1 in the environment shows the traceback of both.  `Stopped` exits with its own code.
     """
     try:
         record(main)(config)  # torchrun's table of failed ranks then has the error too
-    except ValueError as error:
-        if _raised_in_library(error):
-            raise
+    except Stopped as stopped:  # agreed by all ranks
+        if _local_rank() != 0:
+            _let_the_first_rank_speak()
+        print(f"stopped: {stopped.message}", file=sys.stderr)
+        _leave(stopped.code)
+    except Exception as error:
+        if not isinstance(error, ValueError) or _raised_in_library(error):
+            traceback.print_exc()
+            _leave(1)
         speaker = ""
         if _local_rank() != 0:
             _let_the_first_rank_speak()
             speaker = f" (rank {os.environ.get('RANK')})"
         if os.environ.get("TRACEBACK"):
             traceback.print_exc()
-        print(f"error{speaker}: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        # Do not wait for reader threads, or for collectives that will not come.
-        os._exit(USER_ERROR_EXIT_CODE)
+        print(f"error{speaker}: {error}", file=sys.stderr)
+        _leave(USER_ERROR)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit at once: do not wait for reader threads, or for collectives that will not come."""
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _local_rank() -> int:
@@ -91,6 +104,8 @@ def _let_the_first_rank_speak() -> None:
 
     Who is still here after the wait failed alone.
     """
+    for number in (signal.SIGTERM, signal.SIGINT):  # the launcher's, which utils.stop_signals would take note of
+        signal.signal(number, signal.SIG_DFL)
     time.sleep(_GRACE_S)
 
 

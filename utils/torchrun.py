@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-from utils.config import USER_ERROR_EXIT_CODE
+from utils.exit_codes import USER_ERROR
 
 
 def run() -> int:
@@ -23,7 +23,7 @@ def run() -> int:
         main()
     except ChildFailedError as error:
         _, first = error.get_first_failure()
-        if first.exitcode != USER_ERROR_EXIT_CODE:
+        if first.exitcode != USER_ERROR:
             for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
                 code = failure.exitcode
                 end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
