@@ -1,37 +1,72 @@
-"""Where a step's time goes, without making the host wait for the device."""
+"""Where a step's time goes, without making the host wait for the device, and where in the step this process is now."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
+from utils.fault_injection import injected_faults
+
+
+class Position(NamedTuple):
+    """Where a process is.  All ranks go through the same phases in the same order, so (step, number) compares them."""
+
+    step: int  # -1 before the first
+    number: int  # of phases entered and left in this step
+    phase: str  # "after <phase>" between two
+    since: float  # time.monotonic()
+
 
 class PhaseTimer:
-    """Sums the time of named phases of a step, in seconds.
+    """Sums the time of named phases of a step, in seconds, and says which one the process is in.
 
     On a GPU it records events and reads them at `collect`, when the step's last result has been read anyway.
+    Entering a phase is also where faults are injected (`utils.fault_injection`), if the environment asks for any.
+
+    current: the phase under way, or None.  position: the same in more detail.  Other threads may read both.
     """
 
     def __init__(self, device: torch.device):
+        self.current: str | None = None
+        self.position = Position(-1, 0, "start", time.monotonic())
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._faults = injected_faults()
+
+    def begin_step(self, step: int) -> None:
+        """Say that what follows belongs to `step`."""
+        self.position = Position(step, 0, "begin", time.monotonic())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to phase `name`."""
-        if self._cuda:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            yield
-            last.record()
-            self._events.append((name, first, last))
-            return
-        started = time.perf_counter()
-        yield
-        self._seconds[name] += time.perf_counter() - started
+        outer = self.current
+        self._move(name, name)
+        try:
+            if self._faults is not None:
+                self._faults.strike(self.position.step, name)
+            if self._cuda:
+                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                first.record()
+                yield
+                last.record()
+                self._events.append((name, first, last))
+            else:
+                started = time.perf_counter()
+                yield
+                self._seconds[name] += time.perf_counter() - started
+        finally:
+            if self._faults is not None:
+                self._faults.end_phase()
+            self._move(outer, outer or f"after {name}")
+
+    def _move(self, current: str | None, phase: str) -> None:
+        before, self.current = self.position, current
+        self.position = Position(before.step, before.number + 1, phase, time.monotonic())
 
     def collect(self) -> dict[str, float]:
         """Return {"<phase>_s": seconds} since the last call, and start again."""
