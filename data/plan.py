@@ -142,10 +142,28 @@ class BatchPlan:
         self.num_empty_tokens, self.caption_dropout, self.zh_share = num_empty_tokens, caption_dropout, zh_share
         self.max_pixels, self.reference_pixels = max_pixels, reference_pixels
         self.fill_to = self._fill_to(max_text_tokens) if fill else None  # (image tokens, text tokens, samples)
+        self.skipped: list[tuple[int, int]] = []  # (first, count) of the order's global batches that are left out
+
+    def skip(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Leave out global batches of the order as well: (first, count), counted as the order counts them."""
+        merged: list[tuple[int, int]] = []
+        for first, count in sorted((first, count) for first, count in (*self.skipped, *stretches)):
+            if merged and first <= sum(merged[-1]):
+                start, length = merged.pop()
+                first, count = start, max(first + count - start, length)
+            merged.append((first, count))
+        self.skipped = merged
+
+    def position(self, step: int) -> int:
+        """Return which global batch of the order a step has."""
+        for first, count in self.skipped:
+            if first <= step:
+                step += count
+        return step
 
     def global_batch(self, step: int) -> list[PlannedSample]:
         """Return every sample of a step, over all ranks, in global order."""
-        return [self._plan(ref) for ref in self.order.batch(step)]
+        return [self._plan(ref) for ref in self.order.batch(self.position(step))]
 
     def micro_batches(self, step: int) -> list[list[PlannedSample]]:
         """Return this rank's samples of a step, by micro-batch.
@@ -165,14 +183,18 @@ class BatchPlan:
 
     def state(self, step: int) -> dict:
         """Return what a resumed run needs to see from `step` on what the undisturbed run would see; under 4 KiB."""
-        return {"index": self.index.fingerprint, "num_samples": len(self.index)} | self.order.state(step)
+        state = {"index": self.index.fingerprint, "num_samples": len(self.index)} | self.order.state(
+            self.position(step)
+        )
+        return state | ({"skipped": [list(stretch) for stretch in self.skipped]} if self.skipped else {})
 
     def load_state(self, state: dict) -> None:
         """Continue where `state` was taken, on any number of ranks.  Raises: ValueError if that was other data."""
         now = {"index": self.index.fingerprint, "num_samples": len(self.index)}
         if (there := {name: state.get(name) for name in now}) != now:
             raise ValueError(f"the run was started on other data ({there}, now {now}); give a new --run_folder")
-        self.order.load_state({name: value for name, value in state.items() if name not in now})
+        self.skip(state.get("skipped", ()))
+        self.order.load_state({name: value for name, value in state.items() if name not in (*now, "skipped")})
 
     def _fill_to(self, num_txt: int) -> tuple[int, int, int]:
         """Share `max_tokens` out: the same on every rank, and over the whole run."""

@@ -1,9 +1,11 @@
 """The plan: the same samples, wordings and dropouts a step on any number of ranks."""
 
+import json
 from collections import Counter
 
 import pytest
 
+from data.balanced_sampler import CategoryBalancedSampler
 from data.index import build_index
 from data.order import GlobalOrder
 from data.plan import BatchPlan, every_language
@@ -77,6 +79,34 @@ def test_a_sample_draws_afresh_each_epoch(index):
         for p in plan.global_batch(step):
             draws.setdefault(p.index, set()).add((p.language, p.wording, p.drop_caption))
     assert all(len(drawn) > 1 for drawn in draws.values())
+
+
+@pytest.mark.parametrize(
+    "stretches", [[(4, 3)], [(4, 3), (4, 3)], [(6, 2), (3, 1)], [(3, 4), (5, 4)], [(0, 5), (5, 1)]]
+)
+def test_skipped_stretches_are_left_out_and_nothing_else(index, stretches):
+    """A resumed run leaves the same out, on any number of ranks, also if it learns of a stretch twice."""
+    left_out = {batch for first, count in stretches for batch in range(first, first + count)}
+    expected = [plan_of(index).global_batch(batch) for batch in range(30) if batch not in left_out]
+    plan = plan_of(index)
+    for stretch in stretches:
+        plan.skip([stretch])
+    assert [plan.global_batch(step) for step in range(18)] == expected[:18]
+    resumed = plan_of(index, 3, 1)
+    resumed.skip(stretches[:1])
+    resumed.load_state(json.loads(json.dumps(plan.state(7))))
+    assert [resumed.global_batch(step) for step in range(7, 18)] == expected[7:18]
+    assert "skipped" not in plan_of(index).state(7)
+
+
+def test_a_skipped_stretch_of_a_stateful_order(index):
+    """The stretch begins where a state was taken that did not know of it yet."""
+    orders = [CategoryBalancedSampler(index, {"a": 2.0, "b": 1.0}, 1, 0, 5, 16) for _ in range(2)]
+    plans = [BatchPlan(index, o, num_ranks=1, rank=0, max_tokens=200, seed=5, num_empty_tokens=5) for o in orders]
+    state = plans[0].state(6)
+    plans[1].skip([(6, 4)])
+    plans[1].load_state(state)
+    assert [plans[1].global_batch(s) for s in range(6, 12)] == [plans[0].global_batch(s) for s in range(10, 16)]
 
 
 def test_too_few_samples_fill_up_at_weight_zero(index):
