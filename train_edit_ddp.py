@@ -10,7 +10,6 @@ The same command again resumes.  Source: Qwen-Image technical report, arXiv 2508
 
 import contextlib
 import logging
-import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 
 from data.balanced_sampler import CategoryBalancedSampler
 from data.captions import LANGUAGE_ROWS
-from data.edit import CATEGORIES, check_edit_values, parse_shares, sample_labels, token_weights
+from data.edit import CATEGORIES, category_row, check_edit_values, parse_shares, token_weights
 from data.index import build_index
 from data.instructions import choose_wording
+from data.labels import sample_labels
 from data.loader import Loader
 from data.mixture import load_mixture
 from data.plan import BatchPlan, spread_micro_batches
@@ -34,8 +34,8 @@ from data.word_filter import WordFilter
 from model import flow
 from model.edit_planner import HIDDEN_LAYERS, Planner, PlannerInput, PlannerOutput
 from model.encoders import Encoders
-from model.latents import PATCH, patchify
-from model.layout import PackedLayout
+from model.latents import token_grid
+from model.micro_batch import MicroBatch
 from model.mmdit import MMDiT, MMDiTConfig, init_parameter
 from model.mmdit_plan import FSDP_UNITS, LORA_TARGETS, without_gradient
 from model.sampling import SamplerSettings
@@ -48,23 +48,23 @@ from parallel.init_weights import materialize
 from parallel.lora import apply_lora, base_record, check_base, stored_parameters, trained_parameters
 from parallel.weights import has_weights
 from tools.edit_grid import edit_grid, spread_examples
-from utils.config import MAY_CHANGE, check_values, parse, run_main, write_run_folder
+from utils.config import parse, run_main, write_run_folder
 from utils.ema import EMA
 from utils.logging import RunLog, set_up_logging
 from utils.loss_tally import LossTally
 from utils.optimizer import build_adamw, build_optimizer, build_zero_adamw, set_learning_rate
 from utils.phase_timer import PhaseTimer
 from utils.random_streams import stream_seed, torch_generator, uniform
+from utils.run_options import MAY_CHANGE, RunOptions, check_options
 from utils.run_state import networks_tensors
 from utils.schedule import learning_rate
 
-NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
-DTYPES, TRAINABLE = ("float32", "bfloat16"), ("planner,renderer", "planner", "renderer")
+TRAINABLE = ("planner,renderer", "planner", "renderer")
 log = logging.getLogger("train")
 
 
 @dataclass(frozen=True)
-class Config:
+class Experiment:
     # Model and data
     model: str = "assets/tiny"  # folder in the released layout: transformer/ vae/ text_encoder/ tokenizer/ scheduler/
     from_scratch: bool = False  # ignore weights in the folder's transformer/
@@ -73,7 +73,6 @@ class Config:
     data: str = "emoji-edits"  # emoji-edits, shards (folder, pattern or list.txt; s3://, https://), or a mixture
     validation_data: str = ""  # held-out shards, likewise; emoji-edits brings its own
     run_folder: str = "runs/edit"  # everything this run writes; an existing one is resumed
-    cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
     # Batch and length
     num_steps: int = 1400  # optimizer steps
     global_batch_size: int = 32  # samples an optimizer step, over all ranks
@@ -117,38 +116,16 @@ class Config:
     static_graph: bool = False  # let DDP learn the order of operations once; only for one micro-batch a step
     zero: bool = False  # share the optimizer's state out over the ranks (ZeRO-1)
     activation_checkpointing: str = "none"  # none, full, every_2 (each second block, …), selective (keep products)
-    timeout_s: float = 600.0  # a collective that takes longer stops the job
-    # Data loading
-    num_workers: int = 2  # reader threads a rank; 0 = read in the training thread
-    prefetch_steps: int = 2  # optimizer steps read ahead
-    latents_cache_gib: float = 1.0  # encoded pictures kept in memory by each rank
-    text_cache_gib: float = 0.5  # text states likewise, while the planner is not trained
-    shard_cache_gib: float = 0.0  # of remote shards, kept in cache_folder by all ranks of a host together; 0 = nothing
-    max_bad_samples: int = 100  # unreadable or refused samples replaced before the run gives up
-    # Watching; 0 = never
-    log_every: int = 10  # steps between lines of metrics.jsonl
-    eval_every: int = 400
-    eval_samples: int = 64  # validation samples, each at eight times and in each language it has
-    sample_every: int = 800
+    # Watching
     num_examples: int = 12  # held-out edits drawn as reference | result | target
-    save_every: int = 400
-    keep_checkpoints: int = 2
-    log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
-    sample_steps: int = 20  # sampler steps
-    sample_cfg_scale: float = 2.0  # the released pipelines use 4
     seed: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """One micro-batch on the device: B samples, I image tokens (target first, then references), T text tokens."""
-
-    layout: PackedLayout
-    x0: Tensor  # (I, C) float32 clean latents
-    noise: Tensor  # (I, C) float32
-    txt: Tensor  # (T, joint_attention_dim)
-    region: Tensor  # (I,) float32, weight of each token in the loss of its sample
-    t: Tensor  # (B,) float32
+@dataclass(frozen=True)
+class Config(RunOptions, Experiment):
+    eval_every: int = 400  # steps between validations; 0 = never
+    sample_every: int = 800  # steps between sample grids; 0 = never
+    save_every: int = 400  # steps between checkpoints; 0 = never
 
 
 def read_instructions(
@@ -171,57 +148,48 @@ def read_instructions(
     return [states.detach() for states in output.states], output
 
 
+def edit_labels(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight, row of LANGUAGE_ROWS and row of CATEGORIES of samples, (B,) each."""
+    return sample_labels(samples, lambda sample: category_row(sample.category), device)
+
+
 def make_batch(
     samples: list[Sample], states: list[Tensor], encoders: Encoders, cfg: Config, stratum: int | None = None
-) -> Batch:
-    """Encode the pictures and draw noise and times; stratum: in validation, which of the NUM_STRATA times to take.
+) -> MicroBatch:
+    """Encode the pictures and draw noise and times; stratum: in validation, which of flow.NUM_STRATA times to take.
 
     Every random number belongs to (seed, epoch, sample, purpose), so it is the same on any number of ranks.
     """
-    x0, noise, region, times, grids = [], [], [], [], []
+    images, noise, times, weights = [], [], [], []
     for sample in samples:
         epoch, purpose = (sample.plan.epoch, "train") if stratum is None else (0, f"validation {stratum}")
         random = torch_generator(cfg.seed, epoch, sample.key, purpose)
         target, _ = encoders.moments(sample.key, sample.read_pixels)
         pictures = enumerate(reference.vae for reference in sample.references or ())
-        images = [target, *(encoders.reference_latents(f"{sample.key} {i}", pixels) for i, pixels in pictures)]
+        images.append([target, *(encoders.reference_latents(f"{sample.key} {i}", pixels) for i, pixels in pictures)])
         normal, eps = torch.randn((), generator=random), torch.randn(target.shape, generator=random)
-        grids.append([(1, image.shape[1] // PATCH, image.shape[2] // PATCH) for image in images])
-        mu = flow.shift_mu(math.prod(grids[-1][0]))
-        if stratum is None:
-            times.append(flow.sample_t(normal, torch.tensor(mu), cfg.t_mean, cfg.t_std))
-        else:
-            times.append(flow.shift_t(torch.tensor(flow.logit_normal_quantiles(NUM_STRATA)[stratum]), mu))
-        tokens = [patchify(image) for image in images]
-        x0 += tokens
-        noise += [patchify(eps.to(target)), *map(torch.zeros_like, tokens[1:])]  # references stay clean
-        region += [token_weights(sample.mask, grids[-1][0], cfg.region_weight), torch.ones(sum(map(len, tokens[1:])))]
-    return Batch(
-        layout=PackedLayout.build(grids, [len(s) for s in states], encoders.device),
-        x0=torch.cat(x0),
-        noise=torch.cat(noise),
-        txt=torch.cat(states),
-        region=torch.cat(region).to(encoders.device),
-        t=torch.stack(times).to(encoders.device),
-    )
+        noise.append(eps)
+        times.append(flow.draw_t(normal, grid := token_grid(target), cfg.t_mean, cfg.t_std, stratum))
+        weights.append(token_weights(sample.mask, grid, cfg.region_weight))
+    return MicroBatch.build(images, noise, states, times, edit_labels(samples, encoders.device), weights)
 
 
-def sample_losses(renderer: nn.Module, batch: Batch) -> Tensor:
+def sample_losses(renderer: nn.Module, batch: MicroBatch) -> Tensor:
     """Return the flow-matching loss of each sample's target, (B,) float32."""
     x_t = flow.interpolate(batch.x0, batch.noise, batch.t, batch.layout)
     velocity = renderer(x_t, batch.txt, batch.t, batch.layout)
-    return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout, batch.region)
+    return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout, batch.token_weight)
 
 
 @torch.no_grad()
 def validate(networks: dict[str, nn.Module], encoders: Encoders, reader: Reader, cfg: Config, micro_batches: list):
-    """Return the renderer's mean loss at NUM_STRATA times, the planner's, and its share of right plans."""
+    """Return the renderer's mean loss at flow.NUM_STRATA times, the planner's, and its share of right plans."""
     tallies = {name: LossTally(LANGUAGE_ROWS, CATEGORIES) for name in ("val_loss", "val_plan_loss", "val_plan_exact")}
     for planned in micro_batches:
         samples = [reader.read(p, encoders.needs_picture) for p in planned]
-        weights, *rows = sample_labels(samples, encoders.device)
+        weights, *rows = edit_labels(samples, encoders.device)
         states, plans = read_instructions(samples, encoders, networks.get("planner"), cfg, training=False)
-        for stratum in range(NUM_STRATA if "renderer" in networks else 0):
+        for stratum in range(flow.NUM_STRATA if "renderer" in networks else 0):
             batch = make_batch(samples, states, encoders, cfg, stratum)
             tallies["val_loss"].add(sample_losses(networks["renderer"], batch), weights, *rows)
         if plans is not None:
@@ -234,8 +202,7 @@ def validate(networks: dict[str, nn.Module], encoders: Encoders, reader: Reader,
 
 def main(cfg: Config) -> None:
     # ---- 1. Distributed ---------------------------------------------------------------------------------------------
-    counts = ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps")
-    check_values(cfg, counts, {"train": TRAINABLE, "dtype": ("auto", *DTYPES), "reduce_dtype": DTYPES})
+    check_options(cfg, train=TRAINABLE, optimizer=("adamw", "muon"))
     check_edit_values(cfg)
     device = init_distributed(cfg.timeout_s)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -297,7 +264,7 @@ def main(cfg: Config) -> None:
     tensors, checkpoints = networks_tensors(trained, ema, optimizers), folder / "checkpoints"
     base = base_record(networks["renderer"]) if ema else {}
     words = WordFilter.from_file(cfg.refused_words) if cfg.refused_words else WordFilter(())
-    write_run_folder(folder, cfg, __file__, MAY_CHANGE | {"num_examples", "bucket_mb", "static_graph", "zero"})
+    write_run_folder(folder, cfg, __file__, MAY_CHANGE)
     start_step, state = checkpoint.load_latest(checkpoints, tensors)
     if state is not None:
         check_base(state, base, cfg.model)
@@ -333,7 +300,7 @@ def main(cfg: Config) -> None:
         # Loss and backward; gradients travel in the last micro-batch's
         tallies, tokens = {name: LossTally(LANGUAGE_ROWS, CATEGORIES) for name in ("loss", "plan_loss")}, 0
         for i, samples in enumerate(micro_batches):
-            weights, *rows = sample_labels(samples, device)
+            weights, *rows = edit_labels(samples, device)
             if cfg.lora_dropout:
                 torch.manual_seed(stream_seed(cfg.seed, step, f"{rank} {i}", "dropout"))
             with contextlib.ExitStack() as stack:
@@ -352,20 +319,15 @@ def main(cfg: Config) -> None:
                         losses = sample_losses(wrapped["renderer"], batch)
                         ((losses @ weights) / cfg.global_batch_size).backward()
                     tallies["loss"].add(losses, weights, *rows)
-                    tokens += len(batch.x0) + len(batch.txt)
+                    tokens += batch.num_tokens
         # Clip.  The sums over all ranks make all see the same losses and norms, so all stop or none
         norms = {n: clip_grad_norm(p.values(), cfg.max_grad_norm).item() for n, p in trained.items()}
         local = [number for tally in tallies.values() for number in tally.sums()]
         *sums, tokens, num_bad = all_reduce_sum([*local, tokens, len(reader.bad_samples)], device)
         means = tallies["loss"].means(sums[: len(sums) // 2], "loss")
         means |= tallies["plan_loss"].means(sums[len(sums) // 2 :], "plan_loss")
-        if not all(map(math.isfinite, (*norms.values(), *means.values()))):
-            raise ValueError(
-                f"step {step}: norms {norms}, losses {means}; stopped before the weights changed. Lower --lr or "
-                "--planner_lr, or see the step's samples (--log_samples); the same command resumes from the last save"
-            )
-        if num_bad > cfg.max_bad_samples:
-            raise ValueError(f"step {step}: {num_bad:.0f} bad samples, over --max_bad_samples; see {folder}/train.log")
+        norms = {f"{name}_grad_norm": norm for name, norm in norms.items()}
+        run_log.check(step, means | norms, num_bad, cfg.max_bad_samples)
         # Step
         with timer.phase("optimizer"):
             share = learning_rate(step, 1.0, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
@@ -382,7 +344,7 @@ def main(cfg: Config) -> None:
         if cfg.log_samples:
             run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
         if cfg.log_every and step % cfg.log_every == 0:
-            scalars = means | {f"{name}_grad_norm": norm for name, norm in norms.items()}
+            scalars = means | norms
             scalars |= {"lr": share * cfg.lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
             scalars |= phases | {"step_s": step_s, "bad_samples": num_bad, "refused": words.num_refused}
             scalars |= rate | {"tokens_per_s": tokens / step_s, "cut_instructions": text.num_truncated}

@@ -9,7 +9,6 @@ Source: Qwen-Image technical report, arXiv 2508.02324.
 """
 
 import logging
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,29 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.captions import LANGUAGE_ROWS, language_row
+from data.captions import LANGUAGE_ROWS
 from data.index import build_index
+from data.labels import sample_labels
 from data.loader import Loader
 from data.mixture import load_mixture
 from data.mixture_order import MixtureOrder
 from data.plan import BatchPlan, spread_micro_batches
 from data.reader import Reader, Sample
 from data.shard_cache import open_shard_cache
-from model import flow
+from model import flow, mmdit_plan
 from model.encoders import Encoders
-from model.latents import PATCH, patchify
-from model.layout import PackedLayout, fill_batch
+from model.latents import token_grid
+from model.micro_batch import MicroBatch
 from model.mmdit import MMDiT, MMDiTConfig, init_parameter
-from model.mmdit_plan import (
-    ATTENTIONS,
-    FLOAT8_PARTS,
-    FSDP_UNITS,
-    LORA_TARGETS,
-    SEQUENCE_PARALLEL_PLAN,
-    TENSOR_PARALLEL_PLAN,
-    shard_inputs,
-    without_gradient,
-)
 from model.sampling import SamplerSettings
 from parallel import checkpoint
 from parallel.activation_checkpointing import apply_activation_checkpointing
@@ -56,24 +46,23 @@ from parallel.mesh import build_mesh, check_heads, data_parallel, peers, weights
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights
 from tools.sample_grid import sample_grid
-from utils.config import MAY_CHANGE, check_values, parse, run_main, write_run_folder
+from utils.config import parse, run_main, write_run_folder
 from utils.ema import EMA
 from utils.flops import device_peak, device_scalars, mmdit_step_flops
 from utils.logging import RunLog, set_up_logging
 from utils.loss_tally import LossTally
-from utils.optimizer import build_optimizer, set_learning_rate
+from utils.optimizer import OPTIMIZERS, build_optimizer, set_learning_rate
 from utils.phase_timer import PhaseTimer
 from utils.random_streams import stream_seed, torch_generator
+from utils.run_options import MAY_CHANGE, RunOptions, check_options
 from utils.run_state import run_tensors
 from utils.schedule import learning_rate
 
-NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
-DTYPES = ("float32", "bfloat16")
 log = logging.getLogger("train")
 
 
 @dataclass(frozen=True)
-class Config:
+class Experiment:
     # Model and data
     model: str = "assets/tiny"  # folder in the released layout: transformer/ vae/ text_encoder/ tokenizer/ scheduler/
     from_scratch: bool = False  # ignore weights in the folder's transformer/
@@ -82,7 +71,6 @@ class Config:
     shuffle_shards: int = 16  # shards whose samples are mixed at a time
     reweight: float = 0.0  # > 0 shifts a mixture's shares to groups of high validation loss: (loss / mean) ** reweight
     run_folder: str = "runs/mmdit"  # everything this run writes; an existing one is resumed
-    cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
     # Batch and length
     num_steps: int = 1800  # optimizer steps
     global_batch_size: int = 64  # samples an optimizer step, over all ranks
@@ -92,7 +80,7 @@ class Config:
     lora_rank: int = 0  # of each adapter; 0 = none, the network itself is trained
     lora_alpha: float = 0.0  # the adapters' outputs are scaled by alpha / rank; 0 = by 1
     lora_dropout: float = 0.0  # share of the adapters' inputs that is set to zero
-    lora_targets: tuple[str, ...] = LORA_TARGETS  # name patterns of the layers that get one
+    lora_targets: tuple[str, ...] = mmdit_plan.LORA_TARGETS  # name patterns of the layers that get one
     # Objective
     t_mean: float = 1.2  # logit-normal time, before the resolution shift; the report's pre-training is nearer 0
     t_std: float = 1.5
@@ -129,81 +117,43 @@ class Config:
     compile: bool = False  # compile each block; micro-batches are filled to one size
     max_text_tokens_per_micro_batch: int = 0  # with --compile: how many are for text; 0 = the data's mean share
     float8: bool = False  # the blocks' matrix products, on H100 and later (torchao)
-    timeout_s: float = 600.0  # a collective that takes longer stops the job
-    # Data loading
-    num_workers: int = 2  # reader threads a rank; 0 = read in the training thread
-    prefetch_steps: int = 2  # optimizer steps read ahead
-    latents_cache_gib: float = 1.0  # encoded pictures kept in memory by each rank
-    text_cache_gib: float = 0.5  # encoded captions likewise
-    shard_cache_gib: float = 0.0  # of remote shards, kept in cache_folder by all ranks of a host together; 0 = nothing
-    max_bad_samples: int = 100  # unreadable samples replaced before the run gives up
-    # Watching; 0 = never
-    log_every: int = 10  # steps between lines of metrics.jsonl, 0 = never
-    eval_every: int = 600
-    eval_samples: int = 64  # validation samples, each at eight times and in each language it has
-    sample_every: int = 600
-    save_every: int = 900
-    keep_checkpoints: int = 2
-    log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
     # Sample grid
     sample_prompts: tuple[str, ...] = (
         "dog face", "狗脸", "red apple", "红苹果", "pizza", "披萨", "rocket", "火箭", "sunflower", "向日葵",
         "soccer ball", "足球", "automobile", "汽车", "guitar", "吉他",
     )  # fmt: skip
     sample_size: tuple[int, int] = (64, 64)  # height, width in pixels
-    sample_steps: int = 20  # sampler steps
-    sample_cfg_scale: float = 2.0  # the released pipelines use 4
     seed: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """One micro-batch on the device: B samples, I image tokens, T text tokens."""
-
-    layout: PackedLayout
-    x0: Tensor  # (I, C) float32 clean latents
-    noise: Tensor  # (I, C) float32
-    txt: Tensor  # (T, joint_attention_dim)
-    t: Tensor  # (B,) float32
-    weight: Tensor  # (B,) float32; 0 for a filler
-    language: Tensor  # (B,) int64, index into LANGUAGE_ROWS
-    group: Tensor  # (B,) int64, of the mixture; -1 for none
+@dataclass(frozen=True)
+class Config(RunOptions, Experiment):
+    eval_every: int = 600  # steps between validations; 0 = never
+    sample_every: int = 600  # steps between sample grids; 0 = never
+    save_every: int = 900  # steps between checkpoints; 0 = never
 
 
-def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: int | None = None) -> Batch:
-    """Encode samples and draw their noise and times; stratum: in validation, which of the NUM_STRATA times to take.
+def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: int | None = None) -> MicroBatch:
+    """Encode samples and draw their noise and times; stratum: in validation, which of flow.NUM_STRATA times to take.
 
     Every random number belongs to (seed, epoch, sample, purpose), so it is the same on any cluster shape.
     """
-    x0, noise, times, grids = [], [], [], []
+    images, noise, times = [], [], []
     for sample in samples:
         epoch, purpose = (sample.plan.epoch, "train") if stratum is None else (0, f"validation {stratum}")
         random = torch_generator(cfg.seed, epoch, sample.key, purpose)
         mean, std = encoders.moments(sample.key, sample.read_pixels, sample.latents)
         normal, eps, posterior = torch.randn((), generator=random), *torch.randn(2, *mean.shape, generator=random)
-        grids.append([(1, mean.shape[1] // PATCH, mean.shape[2] // PATCH)])
-        mu = flow.shift_mu(math.prod(grids[-1][0]))
-        if stratum is None:
-            times.append(flow.sample_t(normal, torch.tensor(mu), cfg.t_mean, cfg.t_std))
-        else:
-            times.append(flow.shift_t(torch.tensor(flow.logit_normal_quantiles(NUM_STRATA)[stratum]), mu))
-        x0.append(patchify(mean + std * posterior.to(std) if cfg.sample_posterior else mean))
-        noise.append(patchify(eps.to(mean)))
+        images.append([mean + std * posterior.to(std) if cfg.sample_posterior else mean])
+        noise.append(eps)
+        times.append(flow.draw_t(normal, token_grid(mean), cfg.t_mean, cfg.t_std, stratum))
     with gathered(encoders.text.language_model):
         txt = [encoders.prompt(sample.caption, sample.states) for sample in samples]
-    return Batch(
-        layout=PackedLayout.build(grids, [len(states) for states in txt], encoders.device),
-        x0=torch.cat(x0),
-        noise=torch.cat(noise),
-        txt=torch.cat(txt),
-        t=torch.stack(times).to(encoders.device),
-        weight=torch.tensor([sample.plan.weight for sample in samples], device=encoders.device),
-        language=torch.tensor([language_row(sample.plan.language) for sample in samples], device=encoders.device),
-        group=torch.tensor([sample.plan.group for sample in samples], device=encoders.device),
-    )
+    labels = sample_labels(samples, lambda sample: sample.plan.group, encoders.device)
+    return MicroBatch.build(images, noise, txt, times, labels)
 
 
-def sample_losses(model: nn.Module, batch: Batch, cfg: Config) -> Tensor:
+def sample_losses(model: nn.Module, batch: MicroBatch, cfg: Config) -> Tensor:
     """Return the flow-matching loss of each sample, (B,) float32."""
     x_t = flow.interpolate(batch.x0, batch.noise, batch.t, batch.layout)
     velocity = model(x_t, batch.txt, batch.t, batch.layout, batch.language if cfg.num_languages else None)
@@ -214,9 +164,9 @@ def sample_losses(model: nn.Module, batch: Batch, cfg: Config) -> Tensor:
 def validation_losses(
     model: nn.Module, encoders: Encoders, reader: Reader, cfg: Config, micro_batches: list, groups: tuple[str, ...]
 ) -> dict:
-    """Return the mean loss at NUM_STRATA equally likely times: in all, by language, by group and by time."""
-    tally = LossTally(LANGUAGE_ROWS, groups, [f"t{stratum}" for stratum in range(NUM_STRATA)])
-    for stratum in range(NUM_STRATA):
+    """Return the mean loss at flow.NUM_STRATA equally likely times: in all, by language, by group and by time."""
+    tally = LossTally(LANGUAGE_ROWS, groups, [f"t{stratum}" for stratum in range(flow.NUM_STRATA)])
+    for stratum in range(flow.NUM_STRATA):
         for planned in micro_batches:
             batch = make_batch([reader.read(p, encoders.needs_picture) for p in planned], encoders, cfg, stratum)
             losses, at = sample_losses(model, batch, cfg), torch.full_like(batch.group, stratum)
@@ -226,8 +176,7 @@ def validation_losses(
 
 def main(cfg: Config) -> None:
     # ---- 1. Distributed and mesh ------------------------------------------------------------------------------------
-    counts = ("num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps")
-    check_values(cfg, counts, {"num_languages": (0, 3), "dtype": ("auto", *DTYPES), "reduce_dtype": DTYPES})
+    check_options(cfg, num_languages=(0, 3), optimizer=OPTIMIZERS)
     device = init_distributed(cfg.timeout_s)
     mesh = build_mesh(device.type, cfg.dp_replicate, cfg.dp_shard, cfg.cp, cfg.tp)
     data_rank, num_data_ranks = data_parallel(mesh)
@@ -272,18 +221,20 @@ def main(cfg: Config) -> None:
         model = MMDiT(model_config)
     num_parameters = sum(p.numel() for p in model.parameters())
     if cfg.float8:
-        apply_float8(model, FLOAT8_PARTS, device)
+        apply_float8(model, mmdit_plan.FLOAT8_PARTS, device)
     weights, by_rows = weights_mesh(mesh), cfg.tp_sequence_parallel
-    apply_tensor_parallel(model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
-    apply_token_parallel(model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
+    tp_plan = mmdit_plan.SEQUENCE_PARALLEL_PLAN if by_rows else mmdit_plan.TENSOR_PARALLEL_PLAN
+    apply_tensor_parallel(model, tp_plan, weights["tp"])
+    sharers = mesh["cp"], weights["tp"] if by_rows else None
+    apply_token_parallel(model, mmdit_plan.shard_inputs, mmdit_plan.ATTENTIONS, *sharers)
     if cfg.lora_rank:
-        alpha, skip = cfg.lora_alpha or cfg.lora_rank, without_gradient(model)
+        alpha, skip = cfg.lora_alpha or cfg.lora_rank, mmdit_plan.without_gradient(model)
         apply_lora(model, cfg.lora_targets, cfg.lora_rank, alpha, cfg.lora_dropout, dtype, skip)
-    apply_activation_checkpointing(model, FSDP_UNITS, cfg.activation_checkpointing)
+    apply_activation_checkpointing(model, mmdit_plan.FSDP_UNITS, cfg.activation_checkpointing)
     if cfg.compile:
-        compile_units(model, FSDP_UNITS)
+        compile_units(model, mmdit_plan.FSDP_UNITS)
     shard_model(
-        model, FSDP_UNITS, weights, dtype, getattr(torch, cfg.reduce_dtype), cfg.reshard_after_forward,
+        model, mmdit_plan.FSDP_UNITS, weights, dtype, getattr(torch, cfg.reduce_dtype), cfg.reshard_after_forward,
         cfg.num_prefetch, cfg.cpu_offload,
     )  # fmt: skip
     home = torch.device("cpu") if cfg.cpu_offload else device
@@ -293,7 +244,7 @@ def main(cfg: Config) -> None:
     trained = trained_parameters(model)
     optimizer = build_optimizer(
         cfg.optimizer, trained.items(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay,
-        FSDP_UNITS,
+        mmdit_plan.FSDP_UNITS,
     )  # fmt: skip
     ema = EMA(trained.items(), cfg.ema_decay)
 
@@ -348,8 +299,7 @@ def main(cfg: Config) -> None:
         tally, tokens, fillers, flops = LossTally(LANGUAGE_ROWS, mixture.group_names), 0, 0, 0
         for i, samples in enumerate(micro_batches):
             with timer.phase("encode"):
-                batch = make_batch(samples, encoders, cfg)
-                batch = fill_batch(batch, plan.fill_to, ("x0", "noise"), ("txt",), ("t", "weight", "language", "group"))
+                batch = make_batch(samples, encoders, cfg).filled(plan.fill_to)
             # Gradients go to the shards at once, so no rank ever holds them whole; only HSDP's copies wait.
             model.set_requires_all_reduce(i == len(micro_batches) - 1)
             if cfg.lora_dropout:
@@ -361,13 +311,13 @@ def main(cfg: Config) -> None:
             flops += mmdit_step_flops(model_config, batch.layout.img_lens, batch.layout.txt_lens, bool(cfg.lora_rank))
             tally.add(losses, batch.weight, batch.language, batch.group)
             fillers += batch.layout.num_filler_tokens
-            tokens += len(batch.x0) + len(batch.txt) - batch.layout.num_filler_tokens
+            tokens += batch.num_tokens
         # Clip.  The sums over all ranks make all see the same loss and norm, so all stop or none; peers count alike
         norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
         local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples)]
         *sums, tokens, fillers, flops, num_bad = (total / num_peers for total in all_reduce_sum(local, device))
         loss = (means := tally.means(sums, "loss"))["loss"]
-        run_log.check(step, loss, norm, num_bad, cfg.max_bad_samples)
+        run_log.check(step, {"loss": loss, "gradient norm": norm}, num_bad, cfg.max_bad_samples)
         # Step
         with timer.phase("optimizer"):
             lr = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)

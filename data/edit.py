@@ -7,7 +7,7 @@ something.  "actions" in the .json is the plan (`data.edit_plan`).
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.captions import decode_text, language_row
+from data.captions import decode_text
 from data.edit_plan import EditPlan
 from data.images import MULTIPLE, decode_image, fit
 from data.reference_size import Size, area_size
@@ -132,13 +132,6 @@ def category_row(category: str) -> int:
     return CATEGORIES.index(category if category in CATEGORIES else "other")
 
 
-def sample_labels(samples: Sequence, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weight (0 = a filler), row of LANGUAGE_ROWS and row of CATEGORIES of samples as read, (B,) each."""
-    weights = torch.tensor([sample.plan.weight for sample in samples], device=device)
-    languages = torch.tensor([language_row(sample.plan.language) for sample in samples], device=device)
-    return weights, languages, torch.tensor([category_row(sample.category) for sample in samples], device=device)
-
-
 def token_weights(mask: Tensor | None, grid: tuple[int, int, int], inside: float) -> Tensor:
     """Return the weight of each of a target's tokens in its loss, (tokens,) float32: `inside` where a mask has pixels.
 
@@ -161,8 +154,6 @@ def check_edit_values(config) -> None:
             raise ValueError(f"--{name} is an area in pixels, at least {MIN_AREA}, got {getattr(config, name)}")
     if not 0.0 < config.region_weight < math.inf:
         raise ValueError(f"--region_weight must be above 0, got {config.region_weight}")
-    if config.optimizer not in ("adamw", "muon"):
-        raise ValueError(f"--optimizer must be adamw or muon, got {config.optimizer!r}")
     if config.zero and config.optimizer != "adamw":
         raise ValueError("--zero shares out AdamW's state: add --optimizer adamw")
     if config.lora_rank and "renderer" not in config.train:

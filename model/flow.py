@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from model.layout import PackedLayout
+from model.layout import Grid, PackedLayout
+
+NUM_STRATA = 8  # equally likely parts of the time axis at which validation looks
 
 
 def shift_mu(
@@ -36,6 +38,19 @@ def sample_t(normal: Tensor, mu: Tensor, mean: float = 0.0, std: float = 1.0) ->
     Returns (B,) float32 in (0, 1).  Source: arXiv 2403.03206, section 3.1.
     """
     return shift_t(torch.sigmoid(mean + std * normal.float()), mu)
+
+
+def draw_t(normal: Tensor, grid: Grid, mean: float, std: float, stratum: int | None = None) -> Tensor:
+    """Return the time of one sample: in training logit-normal, in validation the middle of one of NUM_STRATA strata.
+
+    normal: a standard normal number, () float32; grid: (frames, rows, columns) of the target, whose tokens shift the
+    time; mean, std: of the logit, in training; stratum: in validation, which.
+    Returns () float32 in (0, 1).
+    """
+    mu = shift_mu(math.prod(grid))
+    if stratum is None:
+        return sample_t(normal, torch.tensor(mu), mean, std)
+    return shift_t(torch.tensor(logit_normal_quantiles(NUM_STRATA)[stratum]), mu)
 
 
 def token_t(t: Tensor, layout: PackedLayout) -> Tensor:

@@ -18,6 +18,11 @@ def patchify(latents: Tensor) -> Tensor:
     return patches.permute(1, 3, 0, 2, 4).reshape((rows // PATCH) * (columns // PATCH), channels * PATCH**2)
 
 
+def token_grid(latents: Tensor) -> tuple[int, int, int]:
+    """(C, h, w) → (frames, rows, columns) of its tokens."""
+    return 1, latents.shape[1] // PATCH, latents.shape[2] // PATCH
+
+
 def unpatchify(tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
     """(I, 4 C) → (C, 2 · rows, 2 · columns), for one frame of (frames, rows, columns) tokens."""
     _, rows, columns = grid

@@ -205,7 +205,7 @@ def test_resume_with_the_same_or_harmless_settings_keeps_what_was_there(tmp_path
     write_run_folder(tmp_path / "run", Config(), str(script))
     assert len(list((tmp_path / "run").iterdir())) == 3
     script.write_text("third\n")
-    write_run_folder(tmp_path / "run", Config(num_steps=200), str(script))
+    write_run_folder(tmp_path / "run", Config(num_steps=200), str(script), {"num_steps"})
     assert json.loads((tmp_path / "run" / "config.json").read_text())["num_steps"] == 200
     assert json.loads((tmp_path / "run" / "config.1.json").read_text())["num_steps"] == 100
     assert (tmp_path / "run" / "train.py").read_text() == "third\n"

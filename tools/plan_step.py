@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from model import flow
 from model.layout import PackedLayout
+from model.micro_batch import MicroBatch
 from model.mmdit import MMDiT, MMDiTConfig
 from model.mmdit_plan import ATTENTIONS, FSDP_UNITS, SEQUENCE_PARALLEL_PLAN, TENSOR_PARALLEL_PLAN, shard_inputs
 from parallel.activation_checkpointing import apply_activation_checkpointing
@@ -61,23 +62,6 @@ class StepSettings:
         return [i + t for i, t in zip(self.img_lens, self.txt_lens, strict=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """One micro-batch as the training script makes it, of the right shapes and dtypes: B samples, I image tokens."""
-
-    layout: PackedLayout
-    x0: Tensor  # (I, C) float32
-    noise: Tensor  # (I, C) float32
-    txt: Tensor  # (T, joint_attention_dim)
-    t: Tensor  # (B,) float32
-    weight: Tensor  # (B,) float32
-    language: Tensor  # (B,) int64
-
-    def tensors(self) -> list[Tensor]:
-        """Return every tensor, those of the layout included."""
-        return [t for value in (self, self.layout) for t in vars(value).values() if isinstance(t, Tensor)]
-
-
 class TrainingState:
     """Model, optimizer and EMA as section 4 and 5 of the training script make them; nothing has values yet."""
 
@@ -106,7 +90,7 @@ class TrainingState:
             "EMA": local_tensors(self.ema.tensors().values()) if self.ema else [],
         }
 
-    def _losses(self, batch: Batch) -> Tensor:
+    def _losses(self, batch: MicroBatch) -> Tensor:
         """Return the loss of each sample, (B,) float32, as the training script's `sample_losses`."""
         x_t = flow.interpolate(batch.x0, batch.noise, batch.t, batch.layout)
         language = batch.language if self.settings.model.num_languages else None
@@ -117,7 +101,7 @@ class TrainingState:
         """Return this rank's gradients."""
         return local_tensors(p.grad for p in self.model.parameters() if p.grad is not None)
 
-    def step(self, next_batch: Callable[[], Batch], trace: StepTrace | None = None) -> dict[str, int]:
+    def step(self, next_batch: Callable[[], MicroBatch], trace: StepTrace | None = None) -> dict[str, int]:
         """Run one optimizer step as section 7 of the training script does.  Returns bytes by kind, if traced."""
         phase = trace.phase if trace else lambda *_: nullcontext()
         adopt = trace.memory.adopt if trace else lambda *_: 0
@@ -146,11 +130,11 @@ class TrainingState:
         return num_bytes | {kind: adopt(kind, tensors) for kind, tensors in self.tensors().items()}
 
 
-def make_batch(settings: StepSettings, device: torch.device | str = "cpu") -> Batch:
+def make_batch(settings: StepSettings, device: torch.device | str = "cpu") -> MicroBatch:
     """Return a micro-batch of the right shapes, all zeros."""
     layout = PackedLayout.build(settings.grids, settings.txt_lens, device)
     num_img, num_txt, num_samples = sum(settings.img_lens), sum(settings.txt_lens), len(settings.txt_lens)
-    return Batch(
+    return MicroBatch(
         layout=layout,
         x0=torch.zeros(num_img, settings.model.in_channels, device=device),
         noise=torch.zeros(num_img, settings.model.in_channels, device=device),
@@ -158,6 +142,7 @@ def make_batch(settings: StepSettings, device: torch.device | str = "cpu") -> Ba
         t=torch.zeros(num_samples, device=device),
         weight=torch.zeros(num_samples, device=device),
         language=torch.zeros(num_samples, dtype=torch.int64, device=device),
+        group=torch.zeros(num_samples, dtype=torch.int64, device=device),
     )
 
 
@@ -195,6 +180,6 @@ def _faked(value, mode):
     """Return a copy of a batch (or layout) whose tensors are fake."""
     if isinstance(value, Tensor):
         return mode.from_tensor(value)
-    if isinstance(value, Batch | PackedLayout):
+    if isinstance(value, MicroBatch | PackedLayout):
         return replace(value, **{f.name: _faked(getattr(value, f.name), mode) for f in fields(value)})
     return value

@@ -21,15 +21,6 @@ from utils.exit_codes import USER_ERROR, Stopped
 
 Config = TypeVar("Config")
 _GRACE_S = 5.0  # a rank may be this much later than another at the same error
-# These decide how far, on what and how closely watched a run goes, not what it computes: they may change on resume.
-MAY_CHANGE = frozenset({
-    "num_steps", "log_every", "eval_every", "eval_samples", "sample_every", "sample_prompts", "sample_size",
-    "sample_steps", "sample_cfg_scale", "save_every", "keep_checkpoints", "log_samples", "num_workers",
-    "prefetch_steps", "latents_cache_gib", "text_cache_gib", "timeout_s", "cache_folder", "run_folder",
-    "dp_replicate", "dp_shard", "cp", "tp", "tp_sequence_parallel", "reshard_after_forward", "activation_checkpointing",
-    "num_prefetch", "cpu_offload", "compile", "max_text_tokens_per_micro_batch", "max_bad_samples",
-    "max_tokens_per_micro_batch", "shard_cache_gib", "shard_text_encoder",
-})  # fmt: skip
 
 
 def parse(config_class: type[Config], description: str | None = None, args: Sequence[str] | None = None) -> Config:
@@ -116,7 +107,7 @@ def _raised_in_library(error: BaseException) -> bool:
     return not Path(file).is_absolute() or "site-packages" in file or file.startswith(sysconfig.get_path("stdlib"))
 
 
-def write_run_folder(folder: Path, config: object, script: str, may_change: Collection[str] = MAY_CHANGE) -> None:
+def write_run_folder(folder: Path, config: object, script: str, may_change: Collection[str] = ()) -> None:
     """Check that the folder is new or a run with this config; rank 0 writes what the run was made from.
 
     That is config.json with every field resolved, the script's own text and git.diff.  On resume the latest are kept

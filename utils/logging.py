@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +92,16 @@ class RunLog:
             self._samples_seen = (self.folder / "samples_seen.jsonl").open("a", encoding="utf-8", buffering=1)
         self._samples_seen.write(json.dumps({"step": step, "samples": keys}, ensure_ascii=False) + "\n")
 
-    def check(self, step: int, loss: float, grad_norm: float, num_bad: float, max_bad_samples: int) -> None:
-        """Raise ValueError, on every rank alike, if the run must not take this step."""
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+    def check(self, step: int, numbers: Mapping[str, float], num_bad: float, max_bad_samples: int) -> None:
+        """Raise ValueError, on every rank alike, if the run must not take this step.
+
+        numbers: losses and gradient norms by name.  num_bad: bad samples so far, of all ranks.
+        """
+        if not all(map(math.isfinite, numbers.values())):
             raise ValueError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}; stopped before the weights changed. "
-                "Lower --lr, or look at the step's samples (--log_samples); the same command resumes from the last save"
+                f"step {step}: {', '.join(f'{name} {number}' for name, number in numbers.items())}; stopped before the "
+                "weights changed. Lower the learning rate, or look at the step's samples (--log_samples); the same "
+                "command resumes from the last save"
             )
         if num_bad > max_bad_samples:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 import math
 
+SCHEDULES = ("cosine", "constant")
+
 
 def learning_rate(
     step: int, peak: float, num_steps: int, warmup_steps: int, schedule: str = "cosine", final_share: float = 0.0
@@ -11,8 +13,8 @@ def learning_rate(
     Linear warm-up over `warmup_steps`, then constant, or a cosine that ends at `final_share * peak`.
     Raises: ValueError for an unknown schedule.
     """
-    if schedule not in ("constant", "cosine"):
-        raise ValueError(f"lr_schedule is {schedule!r}; use constant or cosine")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"--lr_schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":

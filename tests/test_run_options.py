@@ -1,0 +1,33 @@
+"""What every script takes: values that no later check would explain, and what may change on resume."""
+
+import dataclasses
+
+import pytest
+
+import train_edit_ddp
+import train_mmdit
+from utils.run_options import MAY_CHANGE, check_options
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_steps": 0}, "--num_steps must be at least 1, got 0"),
+        ({"sample_steps": -1}, "--sample_steps must be at least 1, got -1"),
+        ({"dtype": "float16"}, "--dtype must be one of auto, float32, bfloat16, got 'float16'"),
+        ({"reduce_dtype": "auto"}, "--reduce_dtype must be one of float32, bfloat16, got 'auto'"),
+        ({"lr_schedule": "linear"}, "--lr_schedule must be one of cosine, constant, got 'linear'"),
+        ({"optimizer": "sgd"}, "--optimizer must be one of adamw, muon, got 'sgd'"),
+    ],
+)
+@pytest.mark.parametrize("script", [train_mmdit, train_edit_ddp])
+def test_a_value_that_no_later_check_would_explain_is_refused(script, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        check_options(dataclasses.replace(script.Config(), **wrong), optimizer=("adamw", "muon"))
+    check_options(script.Config(), optimizer=("adamw", "muon"))
+
+
+def test_what_may_change_names_fields_of_the_scripts():
+    known = {field.name for script in (train_mmdit, train_edit_ddp) for field in dataclasses.fields(script.Config)}
+    assert known >= MAY_CHANGE
+    assert not MAY_CHANGE & {"lr", "seed", "data", "model", "global_batch_size", "dtype", "t_mean", "max_pixels"}

@@ -1,0 +1,55 @@
+"""What every training script takes beside its experiment: how a run is fed, watched and kept."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+
+from utils.config import check_values
+from utils.schedule import SCHEDULES
+
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options that do not decide what a run computes; all of them may be others when it is resumed."""
+
+    cache_folder: str = ".cache"  # built data sets and shard indices, shared by runs
+    timeout_s: float = 600.0  # a collective that takes longer stops the job
+    # Data loading
+    num_workers: int = 2  # reader threads a rank; 0 = read in the training thread
+    prefetch_steps: int = 2  # optimizer steps read ahead
+    latents_cache_gib: float = 1.0  # encoded pictures kept in memory by each rank
+    text_cache_gib: float = 0.5  # encoded captions likewise; not while what encodes them is trained
+    shard_cache_gib: float = 0.0  # of remote shards, kept in cache_folder by all ranks of a host together; 0 = nothing
+    max_bad_samples: int = 100  # unreadable or refused samples replaced before the run gives up
+    # Watching; 0 = never
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    eval_every: int = 500
+    eval_samples: int = 64  # validation samples, each at eight times and in each language it has
+    sample_every: int = 500
+    sample_steps: int = 20  # sampler steps of a picture
+    sample_cfg_scale: float = 2.0  # the released pipelines use 4
+    log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
+    # Checkpoints
+    save_every: int = 500
+    keep_checkpoints: int = 2
+
+
+# These too decide how far, on what machines and how closely watched a run goes, not what it computes.
+MAY_CHANGE = frozenset(field.name for field in fields(RunOptions)) | {
+    "num_steps", "run_folder", "sample_prompts", "sample_size", "num_examples", "max_tokens_per_micro_batch",
+    "max_text_tokens_per_micro_batch", "dp_replicate", "dp_shard", "cp", "tp", "tp_sequence_parallel", "num_prefetch",
+    "reshard_after_forward", "activation_checkpointing", "cpu_offload", "compile", "shard_text_encoder", "bucket_mb",
+    "static_graph", "zero",
+}  # fmt: skip
+
+
+def check_options(config: RunOptions, **choices: Collection) -> None:
+    """Raise ValueError for a value that no later check would explain.
+
+    config: of a script: RunOptions and an experiment with the usual names.  choices: what a field of the script's own
+    may be, by name.
+    """
+    counts = "num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps"
+    usual = {"dtype": ("auto", *_DTYPES), "reduce_dtype": _DTYPES, "lr_schedule": SCHEDULES}
+    check_values(config, counts, usual | choices)
