@@ -25,6 +25,7 @@ Variables:
   RDZV_ENDPOINT   HOST:PORT where several machines meet  (HOST is one of them, PORT is free there)
   NODE_RANK       0 on the machine that is HOST, another number elsewhere  (default: found by HOST's address)
   OMP_NUM_THREADS threads a process                      (default: so that all processes share the cores)
+  MAX_RESTARTS    starts after a fault, in a row without a newer checkpoint  (default: 3; 0 = none)
 
 Four machines of eight GPUs, on each of them:
   NNODES=4 RDZV_ENDPOINT=node0:29400 ./launch.sh train_mmdit.py --tp 4 --run_folder /shared/runs/a
@@ -146,6 +147,7 @@ launch() {
     fi
     [[ $NGPU =~ ^[1-9][0-9]*$ ]] || die "NGPU must be a number of processes, at least 1, got '$NGPU'"
     [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || die "NNODES must be a number of machines or MIN:MAX, got '$nodes'"
+    [[ ${MAX_RESTARTS:=3} =~ ^[0-9]+$ ]] || die "MAX_RESTARTS must be a number of restarts, got '$MAX_RESTARTS'"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 
     if [[ $nodes == 1 ]]; then
@@ -163,9 +165,9 @@ launch() {
         # stale: every recovery tried with torch 2.13 failed, with this every one worked.
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     fi
-    # torchrun, minus the traceback of its own that it prints below the message of a rank that failed.
-    exec .venv/bin/python -m utils.torchrun \
-        --nnodes="$nodes" --nproc_per_node="$NGPU" --rdzv_backend=c10d "${rendezvous[@]}" "$@"
+    # torchrun, with rules for when to start again and without a traceback of its own.
+    exec .venv/bin/python -m utils.torchrun --nnodes="$nodes" --nproc_per_node="$NGPU" \
+        --max_restarts="$MAX_RESTARTS" --rdzv_backend=c10d "${rendezvous[@]}" "$@"
 }
 
 # ---- Command line ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-VARIABLES = ("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "PYTHON", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+VARIABLES = (
+    "NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "PYTHON", "OMP_NUM_THREADS", "MAX_RESTARTS", "GLOO_SOCKET_IFNAME",
+)  # fmt: skip
 
 
 def start(folder, *arguments, **environment):
@@ -162,7 +164,7 @@ def test_one_machine_meets_on_loopback_at_a_port_of_its_own(machine):
     code, given, variables, _ = machine("train_mmdit.py", "--tp", "2", "--data", "/a b/*.tar")
     assert code == 0
     assert given == [
-        "-m", "utils.torchrun", "--nnodes=1", "--nproc_per_node=2", "--rdzv_backend=c10d",
+        "-m", "utils.torchrun", "--nnodes=1", "--nproc_per_node=2", "--max_restarts=3", "--rdzv_backend=c10d",
         "--rdzv_endpoint=127.0.0.1:0", "--local_addr=127.0.0.1", "train_mmdit.py", "--tp", "2", "--data", "/a b/*.tar",
     ]  # fmt: skip
     assert variables["GLOO_SOCKET_IFNAME"] == "lo" and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in variables
@@ -172,9 +174,11 @@ def test_one_machine_meets_on_loopback_at_a_port_of_its_own(machine):
     ("node_rank", "is_host"), [("0", ["--rdzv_conf=is_host=1"]), ("3", ["--rdzv_conf=is_host=0"]), ("", [])]
 )
 def test_several_machines_meet_where_they_are_told(machine, node_rank, is_host):
-    _, given, variables, _ = machine(NNODES="4", NGPU="8", RDZV_ENDPOINT="node0:29400", NODE_RANK=node_rank)
+    settings = {"NNODES": "4", "NGPU": "8", "RDZV_ENDPOINT": "node0:29400", "NODE_RANK": node_rank}
+    _, given, variables, _ = machine(MAX_RESTARTS="0", **settings)
     assert given[2:-3] == [
-        "--nnodes=4", "--nproc_per_node=8", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29400", *is_host,
+        "--nnodes=4", "--nproc_per_node=8", "--max_restarts=0", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29400",
+        *is_host,
     ]  # fmt: skip
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1" and "GLOO_SOCKET_IFNAME" not in variables
 
@@ -189,6 +193,7 @@ def test_several_machines_meet_where_they_are_told(machine, node_rank, is_host):
         ([], {"NGPU": "two"}, "NGPU"),
         ([], {"NNODES": "0"}, "NNODES"),
         ([], {"NNODES": "2"}, "RDZV_ENDPOINT"),
+        ([], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS"),
     ],
     ids=str,
 )
@@ -273,5 +278,5 @@ time.sleep(60)
     assert all((real / f"saved-{rank}").exists() for rank in range(2))
 
     (real / "fail.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
-    code, _, err = run(real, "fail.py", NGPU="1")
+    code, _, err = run(real, "fail.py", NGPU="1", MAX_RESTARTS="0")
     assert code == 128 + signal.SIGKILL and "rank 0" in err and "ended with SIGKILL" in err

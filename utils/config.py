@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from utils.exit_codes import USER_ERROR, Stopped
+from utils.exit_codes import ERROR, USER_ERROR, Stopped
 
 Config = TypeVar("Config")
 _GRACE_S = 5.0  # a rank may be this much later than another at the same error
@@ -68,7 +68,7 @@ def run_main(main: Callable[[Config], None], config: Config) -> None:
     except Exception as error:
         if not isinstance(error, ValueError) or _raised_in_library(error):
             traceback.print_exc()
-            _leave(1)
+            _leave(ERROR)
         speaker = ""
         if _local_rank() != 0:
             _let_the_first_rank_speak()

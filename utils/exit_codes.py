@@ -1,5 +1,6 @@
 """What the exit code of a training process says, to the launcher, a scheduler's script and people."""
 
+ERROR = 1  # a fault, with its traceback
 USER_ERROR = 2  # a flag, a file or a value that a user can correct; the same as for an unknown flag
 # sysexits.h uses 64 to 78, shells 126 and more, Python 1.
 HANG = 80  # a phase took longer than its deadline, or a rank stopped answering; stacks lie in the run folder
@@ -12,6 +13,7 @@ PEER_LOST = 84  # another rank died
 FINAL = frozenset({USER_ERROR, DIVERGED, NO_PROGRESS})
 
 NAMES = {
+    ERROR: "an error",
     USER_ERROR: "a configuration error",
     HANG: "a hang",
     ROLLED_BACK: "a roll-back",

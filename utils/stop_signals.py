@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from utils import restart_notes
 from utils.stop_note import leave_note
 
 STOP_FILE = "STOP"
@@ -40,7 +41,7 @@ class StopSignals:
         self.folder, self.is_main = Path(folder), is_main
         self.reason, self.signalled_at = "", 0.0
         self._received: set[str] = set()
-        self._looked_at = 0.0
+        self._looked_at, self._has_stepped = 0.0, False
         launched_at = float(os.environ.get(LAUNCHED_AT) or time.monotonic())
         self._ends_at = launched_at + max_hours * 3600 if max_hours else float("inf")
         self._save_s = _last_save_s(self.folder)
@@ -75,6 +76,9 @@ class StopSignals:
         If any rank asks to stop, `reason` says why from now on, on every rank alike.
         """
         rest, flags = sums[: -len(REASONS)], sums[-len(REASONS) :]
+        if not self._has_stepped:
+            self._has_stepped = True
+            restart_notes.leave_note(restart_notes.FIRST_STEP)
         asked = [reason for reason, total in zip(REASONS, flags, strict=True) if total]
         if asked and not self.reason:
             self.reason = ", ".join(asked)

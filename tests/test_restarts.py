@@ -1,0 +1,136 @@
+"""Restarts: which ends the launcher starts again after, how often, and what the run folder counts."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from parallel.restarts import count_restart, forget_restarts
+from tests.spawn import fork_server
+from utils import restart_notes
+from utils.exit_codes import DIVERGED, HANG, NO_PROGRESS, Stopped
+from utils.stop_note import TO_BE_CONTINUED
+
+# Ranks that need no process group: each line of the plan says how a start goes.
+SCRIPT = r"""
+import json, os, signal, sys, time
+from pathlib import Path
+from utils import restart_notes, stop_note
+
+folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
+rank, start = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+starts = len(list(folder.glob(f"rank-{rank}-*")))
+(folder / f"rank-{rank}-{starts}").touch()
+for what in plan[min(starts, len(plan) - 1)].split():
+    if what == "kill" and rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what in ("FIRST_STEP", "PROGRESS"):
+        restart_notes.leave_note(getattr(restart_notes, what))
+    elif what == "warned":
+        signal.signal(signal.SIGUSR1, lambda *_: (stop_note.leave_note("SIGUSR1"), os._exit(0)))
+        (folder / f"ready-{rank}").touch()
+    elif what.isdigit() and rank == "1":
+        time.sleep(0.2)  # the note of rank 0 is there
+        sys.exit(int(what))
+    time.sleep(60) if what in ("warned", "kill") or what.isdigit() else None
+"""
+
+
+def launch(folder, plan, max_restarts, output):
+    """Be the launcher."""
+    from utils import torchrun
+
+    sys.stdout = sys.stderr = open(output, "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)
+    sys.argv = [
+        "torchrun", "--nproc_per_node=2", f"--max_restarts={max_restarts}", "--rdzv_backend=c10d",
+        "--rdzv_endpoint=127.0.0.1:0", "--local_addr=127.0.0.1", str(folder / "script.py"), str(folder),
+        json.dumps(plan),
+    ]  # fmt: skip
+    os.environ["PYTHONPATH"] = os.getcwd()
+    sys.exit(torchrun.run())
+
+
+def start(folder, plan, max_restarts):
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    process = fork_server().Process(target=launch, args=(folder, plan, max_restarts, folder / "printed"))
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize(
+    "plan, max_restarts, code, starts",
+    [
+        (["kill"], 2, NO_PROGRESS, 3),
+        (["PROGRESS kill"] * 4 + [""], 2, 0, 5),  # more faults than --max_restarts, none of them in vain
+        (["kill", str(HANG), ""], 2, 0, 3),
+        ([str(DIVERGED)], 2, DIVERGED, 1),
+        (["1"], 2, 1, 1),  # a fault in the script, which nobody wants to see three times
+        (["FIRST_STEP 1", "1", ""], 2, 0, 3),
+        (["kill"], 0, 128 + signal.SIGKILL, 1),
+    ],
+)
+def test_what_the_launcher_starts_again(tmp_path, plan, max_restarts, code, starts):
+    process = start(tmp_path / "run", plan, max_restarts)
+    process.join(100)
+    printed = (tmp_path / "run" / "printed").read_text()
+    assert process.exitcode == code, printed
+    assert len(list((tmp_path / "run").glob("rank-0-*"))) == starts
+    assert "Traceback" not in printed and printed.count("starting all ranks again") == starts - 1
+    assert "without a newer checkpoint" in printed or code != NO_PROGRESS
+
+
+def test_a_warning_reaches_the_ranks_and_their_note_comes_back(tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, ["warned"], 2)
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("ready-*"))) < 2:
+        assert time.monotonic() < deadline and process.is_alive()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGUSR1)
+    process.join(60)
+    assert process.exitcode == TO_BE_CONTINUED, (folder / "printed").read_text()
+
+
+# ---- The count in the run folder -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def restart(request, tmp_path, monkeypatch):
+    """Return a function that starts from a step, as restart number `number`; it returns whether that is progress."""
+    monkeypatch.setenv(restart_notes.PROGRESS, str(tmp_path / "progress"))
+
+    def start(number, step):
+        monkeypatch.setenv(request.param, str(number))
+        count_restart(tmp_path, step)
+        made_progress = (tmp_path / "progress").exists()
+        (tmp_path / "progress").unlink(missing_ok=True)
+        return made_progress
+
+    return start
+
+
+def test_three_restarts_without_progress_and_no_more(tmp_path, restart):
+    assert not restart(0, 0)
+    assert [restart(n, 0) for n in (1, 2)] == [False, False]
+    assert restart(3, 5)  # a newer checkpoint
+    assert [restart(n, 5) for n in (4, 5, 6)] == [False] * 3
+    for _ in range(2):  # and stays so until a person starts it
+        with pytest.raises(Stopped) as stopped:
+            restart(7, 5)
+        assert stopped.value.code == NO_PROGRESS and "from step 5" in stopped.value.message
+    assert not restart(0, 5)
+    assert not restart(1, 5)
+
+
+def test_what_goes_back_on_purpose_is_not_counted(tmp_path, restart):
+    restart(0, 20)
+    assert [restart(n, 20) for n in (1, 2, 3)] == [False] * 3
+    forget_restarts(tmp_path)
+    assert restart(4, 10)
+    (tmp_path / "restarts.json").write_text("{")  # cut by a crash
+    assert restart(5, 10)
