@@ -2,7 +2,9 @@
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 Counts = tuple[int, ...]
 
@@ -37,14 +39,27 @@ def deal(
         )
     longest_first = sorted(range(len(sizes)), key=lambda i: (-num_tokens[i], i))
     num_turns = max([1, *(-(-n // (num_ranks * most)) for n, most in zip(_total(sizes), limits, strict=False))])
-    bins = _spread(longest_first, num_tokens, num_turns * num_ranks)
-    if not _fits(bins, sizes, limits):
-        packed = _best_fit(longest_first, sizes, limits)
-        num_turns = -(-len(packed) // num_ranks)
-        bins = _spread(longest_first, num_tokens, num_turns * num_ranks)
-        if not _fits(bins, sizes, limits):
+    packed = None
+    while (bins := _fitting(sizes, limits, num_turns * num_ranks)) is None:
+        if packed is None:
+            packed = _best_fit(longest_first, sizes, limits)
+        if -(-len(packed) // num_ranks) <= num_turns:
             bins = _split_up(packed, num_turns * num_ranks)
+            break
+        num_turns += 1
     return _share_out(bins, num_tokens, num_ranks)
+
+
+def spreads(sizes: Sequence[Counts], num_bins: int) -> Iterator[list[list[int]]]:
+    """Yield ways to spread samples evenly over bins.  sizes: of each its tokens, then what else is counted of it."""
+    longest_first = sorted(range(len(sizes)), key=lambda i: (-sizes[i][0], i))
+    yield _spread(longest_first, [size[0] for size in sizes], num_bins)
+    if sizes and len(sizes[0]) > 1:
+        yield _spread_each(longest_first, [size[1:3] for size in sizes], num_bins)
+
+
+def _fitting(sizes: Sequence[Counts], limits: Counts, num_bins: int) -> list[list[int]] | None:
+    return next((bins for bins in spreads(sizes, num_bins) if _fits(bins, sizes, limits)), None)
 
 
 def _total(sizes: Sequence[Counts]) -> Counts:
@@ -67,6 +82,24 @@ def _spread(longest_first: list[int], num_tokens: Sequence[int], num_bins: int) 
         load, b = loads[0]
         bins[b].append(i)
         heapq.heapreplace(loads, (load + num_tokens[i], b))
+    return bins
+
+
+def _spread_each(longest_first: list[int], counts: Sequence[Counts], num_bins: int) -> list[list[int]]:
+    """Give each sample, longest first, to the bin that gets the least above the mean of anything that is counted.
+
+    Of those that stay below it all, to the one with the least so far, against the means.
+    """
+    counted = np.array(counts, np.float64)
+    mean = np.maximum(counted.sum(axis=0) / num_bins, 1.0)
+    weight = np.array([1.0 / mean.sum()] * counted.shape[1])  # so that both are in parts of a whole bin
+    loads, bins = np.zeros((num_bins, counted.shape[1])), [[] for _ in range(num_bins)]
+    for i in longest_first:
+        with_it = loads + counted[i]
+        above = np.maximum(with_it - mean, 0.0) @ weight
+        b = int((1e3 * above + with_it @ (1.0 / mean)).argmin())  # the first of equals
+        loads[b] = with_it[b]
+        bins[b].append(i)
     return bins
 
 

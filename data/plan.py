@@ -10,6 +10,7 @@ from itertools import accumulate
 from statistics import mean
 
 from data.edit import num_reference_tokens
+from data.fill_size import deal_filled, fill_sizes
 from data.index import Index, SampleRecord
 from data.mixture_order import MixtureOrder
 from data.order import GlobalOrder, SampleRef
@@ -100,6 +101,11 @@ def _planned(
     return planned if references is None else replace(planned, reference_sizes=references)
 
 
+def _counts(batch: Sequence[PlannedSample]) -> list[tuple[int, int, int]]:
+    """Return (image tokens, text tokens, 1) of each sample."""
+    return [(planned.num_image_tokens, planned.num_text_tokens, 1) for planned in batch]
+
+
 def _choose(share: float, weights: Sequence[float]) -> int:
     """Return the place whose stretch of `weights`, laid end to end, begins at or before `share` of their sum."""
     ends = list(accumulate(weights))
@@ -130,8 +136,8 @@ class BatchPlan:
 
         max_tokens: image and text tokens of a micro-batch; those of one sample must fit.
         reference_pixels: the area at which the VAE sees the references of edits.
-        fill: micro-batches are to be filled to `fill_to`, so each part of it is a limit of its own.
-        max_text_tokens: then how many of `max_tokens` are for text; 0 = as many as the samples' mean share.
+        fill: micro-batches are to be filled to one of `fill_to`, so each part of it is a limit of its own.
+        max_text_tokens: then how many of `max_tokens` are for text; 0 = what suits the data, of images as well.
         Raises: ValueError for shares that are no probability, or no room for text or images.
         """
         for name, value in (("caption_dropout", caption_dropout), ("zh_share", zh_share)):
@@ -141,8 +147,9 @@ class BatchPlan:
         self.num_ranks, self.rank, self.max_tokens, self.seed = num_ranks, rank, max_tokens, seed
         self.num_empty_tokens, self.caption_dropout, self.zh_share = num_empty_tokens, caption_dropout, zh_share
         self.max_pixels, self.reference_pixels = max_pixels, reference_pixels
-        self.fill_to = self._fill_to(max_text_tokens) if fill else None  # (image tokens, text tokens, samples)
         self.skipped: list[tuple[int, int]] = []  # (first, count) of the order's global batches that are left out
+        # (image tokens, text tokens, samples) of filled micro-batches; the last is for larger samples than any seen
+        self.fill_to = self._fill_to(max_text_tokens) if fill else None
 
     def skip(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Leave out global batches of the order as well: (first, count), counted as the order counts them."""
@@ -172,12 +179,11 @@ class BatchPlan:
         network equally often.
         """
         batch = self.global_batch(step)
-        limits = {}
         if self.fill_to is not None:
-            num_img, num_txt, num_samples = self.fill_to
-            limits["counts"] = [(planned.num_image_tokens, planned.num_text_tokens, 1) for planned in batch]
-            limits["max_counts"] = (num_img, num_txt, num_samples - 1)
-        dealt = deal([planned.num_tokens for planned in batch], self.num_ranks, self.max_tokens, **limits)[self.rank]
+            sizes = [(images, texts, num_samples - 1) for images, texts, num_samples in self.fill_to]
+            dealt = deal_filled(_counts(batch), self.num_ranks, self.max_tokens, sizes)[self.rank]
+        else:
+            dealt = deal([planned.num_tokens for planned in batch], self.num_ranks, self.max_tokens)[self.rank]
         filler = replace(min(batch, key=lambda planned: planned.num_tokens), weight=0.0)
         return [[batch[i] for i in micro] or [filler] for micro in dealt]
 
@@ -196,15 +202,19 @@ class BatchPlan:
         self.skip(state.get("skipped", ()))
         self.order.load_state({name: value for name, value in state.items() if name not in (*now, "skipped")})
 
-    def _fill_to(self, num_txt: int) -> tuple[int, int, int]:
-        """Share `max_tokens` out: the same on every rank, and over the whole run."""
+    def _fill_to(self, num_txt: int) -> tuple[tuple[int, int, int], ...]:
+        """Return the sizes to fill to: the same on every rank, and over the whole run."""
         looked_at = self.index.spread(_NUM_LOOKED_AT)
         pictures = [every_language(self.index, i, self.max_pixels, self.reference_pixels)[0] for i in looked_at]
         images = [planned.num_image_tokens for planned in pictures]
         texts = [n for i in looked_at for wordings in self.index[i].caption_tokens.values() for n in wordings]
+        longest, suited = max(self.num_empty_tokens, *texts), []
         if not num_txt:
+            num_batches = max(4, min(32, _NUM_LOOKED_AT // self.order.global_batch_size))
+            batches = [_counts(self.global_batch(step)) for step in range(num_batches)]
+            suited = fill_sizes(batches, self.num_ranks, self.max_tokens, (max(images), longest, 1))
             share = mean(texts) / (mean(texts) + mean(images))
-            num_txt = max(round(share * self.max_tokens), self.num_empty_tokens, *texts)
+            num_txt = max(round(share * self.max_tokens), longest)
             num_txt += -num_txt % _TEXT_MULTIPLE
         if not 0 < num_txt < self.max_tokens:
             raise ValueError(
@@ -213,7 +223,9 @@ class BatchPlan:
             )
         smallest = min(images) + min(self.num_empty_tokens, *texts)
         num_samples = max(1, min(self.order.global_batch_size, self.max_tokens // smallest))
-        return self.max_tokens - num_txt, num_txt, num_samples + 1  # the filler is a sample too
+        # The filler is a sample too.
+        sizes = ((images, texts, min(most, num_samples) + 1) for images, texts, most in suited)
+        return *sizes, (self.max_tokens - num_txt, num_txt, num_samples + 1)
 
     def _plan(self, ref: SampleRef) -> PlannedSample:
         record = self.index[ref.index]

@@ -175,21 +175,28 @@ class PackedLayout:
 
 
 def fill_batch(
-    batch: Batch, fill_to: tuple[int, int, int] | None, img: Sequence[str], txt: Sequence[str], sample: Sequence[str]
+    batch: Batch,
+    fill_to: Sequence[tuple[int, int, int]] | None,
+    img: Sequence[str],
+    txt: Sequence[str],
+    sample: Sequence[str],
 ) -> Batch:
-    """Return a micro-batch with its layout filled to `fill_to` (I, T, B) and zeros in the new rows of its tensors.
+    """Return a micro-batch with its layout filled to a size (I, T, B), and zeros in the new rows of its tensors.
 
     batch: a dataclass with a `layout`; img, txt, sample: the names of its tensors by what their rows stand for.  Zero
     is a legal value of each: weight, time, language, latent.
-    With None the batch comes back as it is.
-    Raises: ValueError if the batch is above `fill_to`.
+    fill_to: sizes, of which the first that holds the micro-batch is taken; with None the batch comes back as it is.
+    Raises: ValueError if the batch is above all of them.
     """
     if fill_to is None:
         return batch
     layout = batch.layout
-    layout = PackedLayout.build(layout.grids, layout.txt_lens, layout.img_sample.device, fill_to)
+    needed = sum(layout.img_lens), sum(layout.txt_lens), layout.num_samples + 1
+    holding = (size for size in fill_to if all(n <= most for n, most in zip(needed, size, strict=True)))
+    size = next(holding, fill_to[-1])
+    layout = PackedLayout.build(layout.grids, layout.txt_lens, layout.img_sample.device, size)
     filled = {}
-    for names, num_rows in zip((img, txt, sample), fill_to, strict=True):
+    for names, num_rows in zip((img, txt, sample), size, strict=True):
         for name in names:
             rows = getattr(batch, name)
             filled[name] = torch.cat((rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])))

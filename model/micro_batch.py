@@ -72,10 +72,11 @@ class MicroBatch:
         """Image and text tokens that belong to samples."""
         return len(self.x0) + len(self.txt) - self.layout.num_filler_tokens
 
-    def filled(self, fill_to: tuple[int, int, int] | None) -> "MicroBatch":
-        """Return it with tokens and samples of weight 0 up to the size `fill_to` (I, T, B); None leaves it as it is.
+    def filled(self, fill_to: Sequence[tuple[int, int, int]] | None) -> "MicroBatch":
+        """Return it with tokens and samples of weight 0 up to the first size (I, T, B) of `fill_to` that holds it.
 
-        Raises: ValueError if it is larger.
+        None leaves it as it is.
+        Raises: ValueError if it is larger than all.
         """
         img = ("x0", "noise") if self.token_weight is None else ("x0", "noise", "token_weight")
         return fill_batch(self, fill_to, img, ("txt",), ("t", "weight", "language", "group"))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 from torch.distributed.tensor import DTensor
 
@@ -93,7 +93,7 @@ def assert_equal(result: dict, expected: dict, bound: float) -> None:
 @pytest.mark.parametrize("chosen", [[0, 1, 2], [3], [0, 4]])
 def test_filler_changes_neither_losses_nor_gradients(chosen, zero_cond_t):
     model, batch = new_model(torch.float64, zero_cond_t=zero_cond_t), new_batch(chosen, torch.float64)
-    filled = fill_batch(batch, FILL_TO, **ROWS)
+    filled = fill_batch(batch, [FILL_TO], **ROWS)
     assert [len(filled.x0), len(filled.txt), len(filled.t)] == list(FILL_TO)
     assert filled.layout.num_filler_tokens == FILL_TO[0] + FILL_TO[1] - len(batch.x0) - len(batch.txt) > 0
     assert filled.layout.img_lens == batch.layout.img_lens
@@ -146,11 +146,44 @@ def test_like_blocks_and_filled_packs_share_their_graphs(checkpointing):
     assert list(compiled.state_dict()) == names
     for chosen in ([0, 1, 2], [3], [0, 4]):
         batch = new_batch(chosen, torch.float64)
-        filled = fill_batch(batch, FILL_TO, **ROWS)
+        filled = fill_batch(batch, [FILL_TO], **ROWS)
         assert_equal(loss_and_gradients(compiled, filled), loss_and_gradients(plain, batch), 1e-10)
         with torch.no_grad():  # of any size: not compiled
             assert torch.allclose(losses(compiled, batch), losses(plain, batch), rtol=1e-10)
     assert backend.num_graphs == 2  # the first two blocks are alike, the last has no text output
+
+
+class Block(nn.Module):
+    """A unit of two kinds, as the network's last block is one of its own."""
+
+    def __init__(self, is_last: bool):
+        super().__init__()
+        self.is_last, self.scale = is_last, nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale if self.is_last else x + self.scale
+
+
+def test_all_sizes_that_a_plan_may_fill_to_compile():
+    """Five found for the data, a roomier one and the last resort, each for blocks of two kinds; torch's limit is 8."""
+    torch.compiler.reset()
+    model, graphs = nn.Sequential(Block(False), Block(True)), []
+    compile_units(model, ["0", "1"], lambda graph_module, inputs: graphs.append(graph_module) or graph_module)
+    for num_rows in range(7):
+        assert torch.equal(model(torch.ones(num_rows + 2)), torch.full((num_rows + 2,), 12.0))
+    assert len(graphs) == 7 * 2
+
+
+def test_the_first_size_that_holds_a_micro_batch_is_filled():
+    batch = new_batch([0, 1, 2], torch.float64)  # 14 image tokens, 15 text tokens
+    for sizes, expected in (
+        ([(14, 15, 4), (20, 20, 5)], (14, 15, 4)),
+        ([(13, 20, 5), (20, 14, 5), (20, 20, 3), (30, 20, 5), (40, 40, 9)], (30, 20, 5)),
+    ):
+        filled = fill_batch(batch, sizes, **ROWS)
+        assert (len(filled.x0), len(filled.txt), len(filled.t)) == expected
+    with pytest.raises(ValueError, match="cannot be filled"):
+        fill_batch(batch, [(13, 20, 5), (20, 14, 5)], **ROWS)
 
 
 def on_ranks(rank: int, world_size: int, cases: list[tuple]) -> list[dict]:
@@ -169,7 +202,7 @@ def on_ranks(rank: int, world_size: int, cases: list[tuple]) -> list[dict]:
         shard_model(model, FSDP_UNITS, weights, torch.float32, torch.float32, True)
         chosen = PACKS[data_rank] if num_data_ranks == 2 else sum(PACKS, [])
         for samples in ([2], chosen):  # other weights are gathered, other samples packed, and nothing compiles again
-            result = loss_and_gradients(model, fill_batch(new_batch(samples, torch.float32), FILL_TO, **ROWS))
+            result = loss_and_gradients(model, fill_batch(new_batch(samples, torch.float32), [FILL_TO], **ROWS))
         if traced:
             assert backend.num_graphs == num_layers
         results.append({n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in result.items()})

@@ -57,7 +57,7 @@ def test_references_are_clean_and_the_loss_is_that_of_the_target():
 def test_filled_it_has_the_same_losses_and_says_how_many_tokens_are_real():
     for weighted in (False, True):
         batch = new_batch([0, 2], weighted)
-        filled = batch.filled((20, 12, 4))
+        filled = batch.filled([(20, 12, 4)])
         assert (len(filled.x0), len(filled.txt), len(filled.t)) == (20, 12, 4)
         assert filled.num_tokens == batch.num_tokens == len(batch.x0) + len(batch.txt) == 9 + 2 + 5 - 2
         torch.testing.assert_close(losses(filled)[:2], losses(batch))
