@@ -13,6 +13,9 @@ Usage (from anywhere; paths are relative to the folder of this file):
   ./launch.sh train_mmdit.py [--flag …]     set up, then launch a script; --help lists its flags
   ./launch.sh -m tools.sample [--flag …]    set up, then run a tool in one process
   ./launch.sh test [pytest argument …]      set up with the test packages, then run all tests
+  ./launch.sh test-deploy [argument …]      likewise those that need a real Slurm, several hosts, Prometheus or a
+                                            browser: as root on Debian or Ubuntu it installs what is missing of
+                                            tests/deploy/packages.txt; what cannot run is skipped and says why
   ./launch.sh setup                         set up with the test packages, nothing else
 
 Set-up makes .venv and installs requirements.txt; it is skipped until a requirements file or the Python
@@ -113,6 +116,28 @@ set_up() {
     ) 9> .cache/setup.lock
 }
 
+# Debian's packages for the tests of deployments; without them those tests are skipped.
+install_packages() {
+    local package policy=/usr/sbin/policy-rc.d missing=()
+    while read -r package; do
+        [[ $(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2> /dev/null) == installed ]] ||
+            missing+=("$package")
+    done < <(grep -v '^#' tests/deploy/packages.txt)
+    ((${#missing[@]})) || return 0
+    echo "installing ${missing[*]}" >&2
+    mkdir -p .cache
+    (
+        if [[ ! -e $policy ]]; then # the tests start daemons of their own; the packages' services stay off
+            trap 'rm -f "$policy"' EXIT
+            printf '#!/bin/sh\nexit 101\n' > "$policy"
+            chmod +x "$policy"
+        fi
+        apt-get update
+        DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}"
+    ) > .cache/packages.log 2>&1 < /dev/null ||
+        echo "apt-get failed, see .cache/packages.log: tests that need ${missing[*]} will be skipped" >&2
+}
+
 # ---- Devices ---------------------------------------------------------------------------------------------------------
 
 count_gpus() {
@@ -183,6 +208,13 @@ case ${1:-} in
         set_up requirements.txt requirements-dev.txt
         exec .venv/bin/python -m pytest "${@:2}"
         ;;
+    test-deploy)
+        set_up requirements.txt requirements-dev.txt
+        if ((EUID == 0)) && command -v apt-get > /dev/null; then
+            install_packages
+        fi
+        exec .venv/bin/python -m pytest -m deploy -rs tests/deploy "${@:2}"
+        ;;
     -m)
         [[ -n ${2:-} ]] || die "-m needs a module, such as tools.sample"
         set_up requirements.txt
@@ -198,6 +230,6 @@ case ${1:-} in
         launch "$@"
         ;;
     *)
-        die "do not know '$1'; give a script.py, -m MODULE, test, setup or nothing (./launch.sh --help)"
+        die "do not know '$1'; give a script.py, -m MODULE, test, test-deploy, setup or nothing (./launch.sh --help)"
         ;;
 esac

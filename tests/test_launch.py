@@ -139,6 +139,33 @@ esac
     return launch
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="installs packages only as root")
+def test_the_tests_of_deployments_install_what_is_missing(machine, project, tmp_path):
+    packages = project / "tests/deploy/packages.txt"
+    packages.parent.mkdir(parents=True)
+    packages.write_text("# Two\nthere\nmissing\n")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "dpkg-query").write_text('#!/bin/sh\ncase "$*" in *there) printf installed ;; *) exit 1 ;; esac\n')
+    apt_get = programs / "apt-get"
+    given = ["-m", "pytest", "-m", "deploy", "-rs", "tests/deploy", "-k", "slurm"]
+    had_policy = Path("/usr/sbin/policy-rc.d").exists()
+    # Services of the packages stay off, the policy that sees to it goes away again, and the tests run.
+    apt_get.write_text(f"#!/bin/sh\nls /usr/sbin/policy-rc.d && echo $* >> {tmp_path}/calls\n")
+    code, arguments, _, err = machine("test-deploy", "-k", "slurm")
+    assert (code, arguments, err) == (0, given, "installing missing\n")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["update", "install -y --no-install-recommends missing"]
+    assert Path("/usr/sbin/policy-rc.d").exists() == had_policy
+    # Without a network they run all the same, and skip.
+    apt_get.write_text("#!/bin/sh\nexit 100\n")
+    code, arguments, _, err = machine("test-deploy", "-k", "slurm")
+    assert (code, arguments) == (0, given) and "tests that need missing will be skipped" in err
+    # Nothing to do: silent.
+    packages.write_text("there\n")
+    assert machine("test-deploy", "-k", "slurm")[3] == ""
+
+
 @pytest.mark.parametrize(
     ("settings", "processes", "threads"),
     [
