@@ -1,73 +1,106 @@
-"""A `torch.distributed.checkpoint` writer that knows the size and checksum of every file it wrote."""
+"""Writing a checkpoint's files with their checksums, and reading them back; imports no torch, which a writer of its own
+process would wait for."""
 
-import contextlib
-import io
-import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
+from parallel.checkpoint_storage import Storage
+from parallel.commit_record import RECORD
+from utils.checksum import crc32, crc32_combine
 
-from utils.checksum import crc32
-
-
-class _CheckedFileSystem(FileSystem):
-    """Notes the size and CRC-32 of every file while it is written."""
-
-    def __init__(self):
-        self.written: dict[str, dict[str, int]] = {}
-
-    @contextlib.contextmanager
-    def create_stream(self, path, mode) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as raw, contextlib.closing(_CheckedStream(raw)) as stream:
-            yield stream
-        self.written[path.name] = {"size": stream.size, "crc32": stream.crc32}
-
-    def rename(self, path, new_path) -> None:
-        super().rename(path, new_path)
-        self.written[new_path.name] = self.written.pop(path.name)
+_BLOCK = 2**18  # bytes that are checksummed, and written or read, while the core's cache has them
+_READ_THREADS = 4
 
 
-class _CheckedStream:
-    """A file opened for writing that keeps count of what it was given, and syncs before it closes."""
+def write_file(storage: Storage, name: str, file: str, pieces: Iterable[memoryview]) -> dict:
+    """Write a file from pieces, durably.
 
-    def __init__(self, raw: io.BufferedWriter):
-        self.raw, self.size, self.crc32 = raw, 0, 0
-        self.tell, self.flush = raw.tell, raw.flush
+    Returns {"size": bytes, "crc32": of the whole file, "pieces": [crc32 of each]}, of what was to be written.
+    Raises: OSError if it cannot be written.
+    """
+    entry = {"size": 0, "crc32": 0, "pieces": []}
 
-    def write(self, data) -> int:
-        self.crc32 = crc32(data, self.crc32)
-        self.size += memoryview(data).nbytes
-        return self.raw.write(data)
+    def blocks():
+        for piece in pieces:
+            own = 0
+            for start in range(0, len(piece), _BLOCK):
+                block = piece[start : start + _BLOCK]
+                own = crc32(block, own)
+                yield block
+            entry["pieces"].append(own)
+            entry["crc32"] = crc32_combine(entry["crc32"], own, len(piece))
+            entry["size"] += len(piece)
 
-    def close(self) -> None:
-        if not self.raw.closed:
-            self.raw.flush()
-            os.fsync(self.raw.fileno())
-            self.raw.close()
-
-
-class CheckedWriter(dcp.FileSystemWriter):
-    """One file a rank, written by one thread: with several, torch loses the failure of all but the first."""
-
-    def __init__(self, path: Path):
-        super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1)
-        self.fs = _CheckedFileSystem()
-
-    @property
-    def written(self) -> dict[str, dict[str, int]]:
-        """File name → its size in bytes and the CRC-32 of what was to be written; on this rank."""
-        return self.fs.written
+    storage.write(name, file, blocks())
+    return entry
 
 
-@contextlib.contextmanager
-def without_torch_crc32() -> Iterator[None]:
-    """Keep torch.save from checksumming as well, which costs twice the time of all else."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
+def damage(
+    storage: Storage, name: str, files: dict[str, dict], share: slice, only: Iterable[str] | None = None
+) -> str | None:
+    """Return how a folder differs from a list of files, or None.
+
+    files: file name → {"size": …, "crc32": …}.  share: which files, sorted by name, are read through; of the others
+    only the size is compared.  only: look at these files alone, whatever else lies there.
+    """
+    found = storage.sizes(name)
+    found.pop(RECORD, None)
+    names = sorted(files)
+    if only is None and found.keys() != files.keys():
+        return f"its files are not those of its record: {sorted(found.keys() ^ files.keys())[:3]}"
+    if only is not None:
+        names = [file for file in names if file in set(only)]
+    for file in names:
+        if (size := found.get(file)) != files[file]["size"]:
+            return f"{file} has {size} of {files[file]['size']} bytes"
+
+    def is_wrong(file: str) -> bool:
+        return file_crc32(storage, name, file) != files[file]["crc32"]
+
+    with ThreadPoolExecutor(_READ_THREADS) as pool:
+        for file, wrong in zip(names[share], pool.map(is_wrong, names[share]), strict=True):
+            if wrong:
+                return f"{file} does not match its checksum"
+    return None
+
+
+def file_crc32(storage: Storage, name: str, file: str) -> int:
+    """Return a stored file's CRC-32.
+
+    Raises: OSError if it cannot be read.
+    """
+    source = storage.open(name, file)
     try:
-        yield
+        value, block = 0, memoryview(bytearray(min(_BLOCK if storage.is_local else source.request_bytes, source.size)))
+        for start in range(0, source.size, len(block) or 1):
+            part = block[: source.size - start]
+            source.read_into(start, part)
+            value = crc32(part, value)
     finally:
-        torch.serialization.set_crc32_options(before)
+        source.close()
+    return value
+
+
+def read_file(storage: Storage, name: str, file: str) -> bytes:
+    """Return a stored file's bytes.
+
+    Raises: FileNotFoundError, or OSError if it cannot be read.
+    """
+    source = storage.open(name, file)
+    try:
+        content = bytearray(source.size)
+        source.read_into(0, memoryview(content))
+    finally:
+        source.close()
+    return bytes(content)
+
+
+def write_and_verify(storage: Storage, name: str, files: dict[str, Iterable[memoryview]]) -> dict[str, dict]:
+    """Write files from pieces, read them back and compare.  Returns their entries, as `write_file` gives them.
+
+    Raises: OSError if one cannot be written, or is not what was written.
+    """
+    written = {file: write_file(storage, name, file, pieces) for file, pieces in files.items()}
+    if problem := damage(storage, name, written, slice(None), only=written):
+        raise OSError(f"{problem}; is the disk full or broken?")
+    return written

@@ -1,4 +1,8 @@
-"""The commit record of a checkpoint folder: which files belong to it, with their sizes and checksums."""
+"""The commit record of a checkpoint: which files belong to it, with their sizes and checksums, and the run's state.
+
+It is JSON that holds its own checksum, and is read only if it is, byte for byte, what would be written for its content:
+no flipped bit goes unseen, not even one in white space.
+"""
 
 import json
 import os
@@ -7,57 +11,33 @@ from pathlib import Path
 from utils.checksum import crc32
 
 RECORD = "commit.json"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # 1: files and table of contents as torch.distributed.checkpoint writes them
 
 
-def write_record(path: Path, content: dict) -> None:
-    """Complete a folder with its record and make both durable.
+def render_record(content: dict) -> bytes:
+    """Return the bytes of a record.
 
-    content: JSON-able; "files" holds name → {"size": bytes, "crc32": checksum} of every file in the folder.
+    content: JSON-able; "files" holds name → {"size": bytes, "crc32": checksum} of every file of the checkpoint.
     """
-    content = json.loads(json.dumps({"format": FORMAT} | content))  # as it will be read: keys become strings
-    with (path / RECORD).open("w") as file:
-        json.dump(content | {"crc32": _own_crc32(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(path)
+    return _render(json.loads(json.dumps({"format": FORMAT} | content)))  # as it will be read: keys become strings
 
 
-def read_record(path: Path) -> dict:
-    """Return a checkpoint's commit record.
+def parse_record(data: bytes) -> dict:
+    """Return a record's content.
 
-    Raises: OSError or ValueError if it is missing, damaged, or of another format.
+    Raises: ValueError if it is damaged, or of another format.
     """
     try:
-        record = json.loads((path / RECORD).read_text())
+        record = json.loads(data)
         own = record.pop("crc32")
-    except FileNotFoundError:
-        raise FileNotFoundError("it has no commit record") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its commit record cannot be read ({error!r})") from error
-    if own != _own_crc32(record):
+    if own != _own_crc32(record) or _render(record) != data:
         raise ValueError("its commit record does not match its own checksum")
-    if record["format"] != FORMAT:
-        raise ValueError(f"it has format {record['format']}, this program reads {FORMAT}")
+    if record["format"] not in READABLE:
+        raise ValueError(f"it has format {record['format']}, this program reads {READABLE}")
     return record
-
-
-def damage(path: Path, files: dict[str, dict[str, int]], share: slice) -> str | None:
-    """Return how a folder differs from a list of files, or None.
-
-    share: which files, sorted by name, are read through; of the others only the size is compared.
-    """
-    names = sorted(files)
-    found = {entry.name for entry in path.iterdir()} - {RECORD}
-    if found != files.keys():
-        return f"its files are not those of its record: {sorted(found ^ files.keys())[:3]}"
-    for name in names:
-        if (size := (path / name).stat().st_size) != files[name]["size"]:
-            return f"{name} has {size} of {files[name]['size']} bytes"
-    for name in names[share]:
-        if _crc32(path / name) != files[name]["crc32"]:
-            return f"{name} does not match its checksum"
-    return None
 
 
 def sync_folder(path: Path) -> None:
@@ -69,13 +49,9 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _crc32(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            value = crc32(block, value)
-    return value
+def _render(content: dict) -> bytes:
+    return json.dumps(content | {"crc32": _own_crc32(content)}, indent=1).encode()
 
 
-def _own_crc32(record: dict) -> int:
-    return crc32(json.dumps(record, sort_keys=True).encode())
+def _own_crc32(content: dict) -> int:
+    return crc32(json.dumps(content, sort_keys=True).encode())

@@ -64,9 +64,10 @@ def agree_any(flag: bool, device: torch.device) -> bool:
     return all_reduce_sum([float(flag)], device)[0] > 0
 
 
-def gather_results(function: Callable) -> list:
+def gather_results(function: Callable, group: dist.ProcessGroup | None = None) -> list:
     """Return what `function()` gives on each rank, on every rank.
 
+    group: of all ranks, the default one if none is given; a thread beside the main one needs a group of its own.
     Raises: OSError on every rank, with the first failing rank's message, if it raised on any.
     """
     try:
@@ -76,16 +77,16 @@ def gather_results(function: Callable) -> list:
     results = [result]
     if num_ranks() > 1:
         results = [None] * num_ranks()
-        dist.all_gather_object(results, result)
+        dist.all_gather_object(results, result, group)
     for succeeded, value in results:
         if not succeeded:
             raise OSError(value)
     return [value for _, value in results]
 
 
-def on_main(function: Callable):
+def on_main(function: Callable, group: dist.ProcessGroup | None = None):
     """Return, on every rank, what `function()` gives on rank 0, where alone it runs; what it raises, all raise."""
-    return gather_results(lambda: function() if is_main() else None)[0]
+    return gather_results(lambda: function() if is_main() else None, group)[0]
 
 
 def shutdown() -> None:

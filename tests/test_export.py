@@ -191,7 +191,7 @@ def test_the_command_line_names_the_formats(capsys):
 def test_the_newest_valid_checkpoint_or_a_named_one(run, tmp_path, capsys):
     broken = tmp_path / "run"
     shutil.copytree(run, broken)
-    data = next((broken / "checkpoints/step-00000005").glob("*.distcp"))
+    data = next((broken / "checkpoints/step-00000005").glob("rank-*.bin"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)

@@ -168,7 +168,7 @@ class RemoteFile:
             )
 
     def _call(self, function, *args, **kwargs):
-        return _in_python(self.location, function, *args, **kwargs)
+        return in_python(self.location, function, *args, **kwargs)
 
 
 ByteSource = LocalFile | RemoteFile
@@ -197,7 +197,7 @@ def folder_versions(folder: str, patience: Patience | None = None) -> dict[str, 
 
     Raises: OSError if it cannot be listed.
     """
-    listed = _in_python(folder, _list_folder, folder, patience or DEFAULT_PATIENCE)
+    listed = in_python(folder, _list_folder, folder, patience or DEFAULT_PATIENCE)
     return {meta["path"].rpartition("/")[2]: _version(meta) for meta in listed}
 
 
@@ -206,7 +206,7 @@ def list_below(folder: str, patience: Patience | None = None) -> list[str]:
 
     Raises: OSError if it cannot be listed.
     """
-    listed = _in_python(folder, _list_below, folder, patience or DEFAULT_PATIENCE)
+    listed = in_python(folder, _list_below, folder, patience or DEFAULT_PATIENCE)
     return [f"{folder}/{meta['path']}" for meta in listed]
 
 
@@ -221,8 +221,13 @@ def is_remote(location: str | Path) -> bool:
     return bool(separator)
 
 
-def _in_python(location: str, function, *args, **kwargs):
-    """Call into obstore and turn its exceptions into Python's."""
+def object_store(folder: str, patience: Patience):
+    """Return obstore's client of a URL's folder, which tries again as `patience` says; it is shared by all callers."""
+    return _store(folder, patience)
+
+
+def in_python(location: str, function, *args, **kwargs):
+    """Call into obstore and turn its exceptions into Python's: FileNotFoundError, PermissionError or OSError."""
     from obstore import exceptions as errors
 
     try:

@@ -1,0 +1,270 @@
+"""Checkpoints of a run, saved in the background: training waits for a copy in host memory, not for the disk."""
+
+import logging
+import math
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel import checkpoint_retention as retention_rules
+from parallel.checked_writer import write_and_verify
+from parallel.checkpoint_layout import Layout, signature
+from parallel.checkpoint_publish import describe, publish, write_tensors
+from parallel.checkpoint_retention import Retention, make_room, problem, record_of, steps
+from parallel.checkpoint_storage import open_storage
+from parallel.distributed import gather_results, is_main, num_ranks, rank
+from parallel.host_memory import HostMemory
+from parallel.writer_process import WriterDied, WriterProcess
+
+MODES = ("none", "thread", "process")
+_TRIES = 3  # of a writer process, for one save
+log = logging.getLogger("train")
+
+
+class CheckpointSaver:
+    """Saves the run's checkpoints one after the other and deletes those that are no longer needed.
+
+    mode: "none" writes while training waits; "thread" and "process" copy to host memory, which must hold this rank's
+    part once more, and write from there.  A process leaves the training's interpreter alone.
+    A save that fails is a warning with a count; after `max_failures` in a row, or if it is the last, it is an error.
+
+    saved_step: the newest step that this saver knows to be published, None at first.  num_failures: failed saves so
+    far.  last_save_s: how long the last save took until it was published, 0 at first.  last_stall_s: how long training
+    waited for the last one.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        mode: str = "none",
+        keep_last: int = 2,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        about: dict | None = None,
+        max_failures: int = 3,
+        timeout_s: float = 1800.0,
+    ):
+        """Every rank takes part.
+
+        folder: a local path, or an s3:// URL as a str.  keep_*: see `Retention`.  about: JSON-able, kept in every
+        record: the configuration.  timeout_s: a background save that takes longer has failed.
+        Raises: ValueError for another mode, or a number that makes no sense.
+        """
+        if mode not in MODES:
+            raise ValueError(f"--checkpoint_async must be one of {', '.join(MODES)}, got {mode!r}")
+        if keep_last < 1 or keep_every < 0 or keep_best < 0 or max_failures < 1:
+            raise ValueError(
+                f"at least 1 checkpoint must be kept, and no count be negative: got keep_last {keep_last}, keep_every "
+                f"{keep_every}, keep_best {keep_best}, max_failures {max_failures}"
+            )
+        self.storage, self.mode, self.retention = (
+            open_storage(folder),
+            mode,
+            Retention(keep_last, keep_every, keep_best),
+        )
+        self.saved_step: int | None = None
+        self.num_failures, self.last_save_s, self.last_stall_s = 0, 0.0, 0.0
+        self._about, self._max_failures, self._timeout_s = about or {}, max_failures, timeout_s
+        self._failures_in_row, self._last_error = 0, None
+        self._layout: Layout | None = None
+        self._memory: HostMemory | None = None
+        self._copies: list[Tensor] = []
+        self._writer: WriterProcess | None = None
+        self._thread: threading.Thread | None = None
+        self._losses: dict[int, float] | None = None
+        # Two threads must not use one group: their collectives would meet the wrong ones.
+        self._group = None
+        if mode != "none" and num_ranks() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save goes on in the background on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def prepare(self, tensors: dict[str, Tensor]) -> None:
+        """Plan the saves and allocate their memory before the first, which then takes no longer than the others.
+
+        Every rank takes part.  tensors: as for `save`.
+        """
+        self._plan(tensors)
+
+    def note_loss(self, step: int, loss: float) -> None:
+        """Tell the validation loss of a step, by which `keep_best` chooses; before or after its save."""
+        self._known_losses()[step] = loss
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict, rank_state: dict | None = None) -> None:
+        """Save; every rank takes part.  It waits for the save before, and in the background modes for a copy only.
+
+        tensors: as for `checkpoint.save`; they may change when this returns.  state: JSON-able, the same on every rank.
+        rank_state: JSON-able, of this rank alone; it is found under state["ranks"][str(rank)].
+        A valid checkpoint of this step that is already there is kept as it is.
+        Raises: ValueError, on every rank, if the states differ, or if too many saves in a row have failed.
+        """
+        self.wait()
+        started = time.perf_counter()
+        mine = (
+            state,
+            rank_state,
+            self._layout is None or self._layout.signature != signature(tensors),
+            is_main() and problem(self.storage, step) is None,
+        )
+        of_ranks = gather_results(lambda: mine)
+        if any(other[0] != state for other in of_ranks):
+            raise ValueError(
+                f"checkpoint of step {step}: the state differs between ranks; what belongs to one goes to rank_state"
+            )
+        if of_ranks[0][3]:
+            self.saved_step = step
+            return
+        if any(other[2] for other in of_ranks):
+            self._plan(tensors)
+        if any(other[1] is not None for other in of_ranks):
+            state = state | {"ranks": {str(i): other[1] for i, other in enumerate(of_ranks)}}
+        record = describe(step, state, tensors) | {"about": self._about, "losses": {}}
+        if self.mode == "none":
+            self._save(step, write_tensors(self.storage, self._layout, tensors), record, started)
+        else:
+            self._copy(tensors)
+            self._thread = threading.Thread(
+                target=self._save, args=(step, self._write, record, started), daemon=True, name=f"save {step}"
+            )
+            self._thread.start()
+        self.last_stall_s = time.perf_counter() - started
+        if self.mode == "none":
+            self._raise_if_too_many()
+
+    def wait(self) -> None:
+        """Wait until the save in the background is published or has failed.
+
+        Raises: ValueError, on every rank, if too many in a row have failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._raise_if_too_many()
+
+    def close(self) -> None:
+        """Wait for the last save and give back its memory.
+
+        Raises: ValueError if it failed: no later one makes good for it.
+        """
+        try:
+            self._max_failures = 1
+            self.wait()
+            self._raise_if_too_many()
+            if is_main():
+                self._prune()
+        finally:
+            self._free()
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+    def _raise_if_too_many(self) -> None:
+        if self._failures_in_row >= self._max_failures:
+            raise ValueError(
+                f"{self._failures_in_row} saves in a row have failed; the newest checkpoint is that of step "
+                f"{self.saved_step}.  The last: {self._last_error}"
+            )
+
+    def _plan(self, tensors: dict[str, Tensor]) -> None:
+        self.wait()
+        self._free()
+        self._layout = Layout(tensors, self.storage.file_bytes)
+        if self.mode == "none":
+            return
+        pin = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        self._memory = HostMemory(self._layout.num_bytes, pin)
+        parts = self._layout.local_tensors(tensors)
+        self._copies = [
+            self._memory.tensor(piece.start, part)
+            for file, pieces in self._layout.files.items()
+            for piece, part in zip(pieces, parts[file], strict=True)
+        ]
+        if self.mode == "process":
+            self._writer = WriterProcess(self._memory.fd, self._layout.num_bytes, self._timeout_s)
+
+    @torch.no_grad()
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
+        parts = [part for of_file in self._layout.local_tensors(tensors).values() for part in of_file]
+        torch._foreach_copy_(self._copies, parts, non_blocking=True) if parts else None
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _write(self, beside: str) -> dict[str, dict]:
+        """Write this rank's files from the copy; a writer process that dies is started again and begins anew."""
+        ranges = {file: [(piece.start, piece.stop) for piece in pieces] for file, pieces in self._layout.files.items()}
+        if self._writer is None:
+            view = self._memory.view
+            return write_and_verify(
+                self.storage, beside, {file: [view[a:b] for a, b in pieces] for file, pieces in ranges.items()}
+            )
+        for attempt in range(_TRIES):
+            try:
+                return self._writer.write(self.storage, beside, ranges)
+            except WriterDied as error:
+                log.warning("rank %d: %s%s", rank(), error, "; it is started again" if attempt < _TRIES - 1 else "")
+                if attempt == _TRIES - 1:
+                    raise
+        raise AssertionError("not reached")
+
+    def _save(self, step: int, write, record: dict, started: float) -> None:
+        """Publish and clean up, in this thread or in one of its own; what goes wrong is counted, alike on all ranks."""
+        try:
+            if is_main():
+                record["losses"] = self._losses_of_kept(step)
+                make_room(
+                    self.storage, self.retention, self._known_losses(), self._layout.total_bytes,
+                    self._layout.total_files,
+                )  # fmt: skip
+            publish(self.storage, step, self._layout, write, record, self._group)
+        except Exception as error:
+            self.num_failures, self._failures_in_row = self.num_failures + 1, self._failures_in_row + 1
+            self._last_error = error
+            if is_main():
+                log.warning(
+                    "save %d in a row failed, %d in all; training goes on: %s",
+                    self._failures_in_row, self.num_failures, error,
+                )  # fmt: skip
+            return
+        self.saved_step, self._failures_in_row, self._last_error = step, 0, None
+        self.last_save_s = time.perf_counter() - started
+        if is_main():
+            self._prune()
+
+    def _prune(self) -> None:
+        try:
+            retention_rules.prune(self.storage, self.retention, self._known_losses())
+        except Exception as error:  # the checkpoint is published: what cannot be cleaned up is no failed save
+            log.warning("old checkpoints in %s could not be looked through: %s", self.storage.folder, error)
+
+    def _losses_of_kept(self, coming: int) -> dict[str, float]:
+        there = {coming, *steps(self.storage)}
+        losses = self._known_losses().items()
+        return {str(step): loss for step, loss in losses if step in there and math.isfinite(loss)}
+
+    def _known_losses(self) -> dict[int, float]:
+        """Return the validation losses of steps, those before a restart included, from the newest record."""
+        if self._losses is None:
+            self._losses = {}
+            for step in steps(self.storage) if is_main() else []:
+                try:
+                    self._losses = {int(s): loss for s, loss in record_of(self.storage, step)["losses"].items()}
+                    break
+                except (OSError, ValueError, KeyError):
+                    continue
+        return self._losses
+
+    def _free(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._memory is not None:
+            self._copies = []
+            self._memory.close()
+        self._writer = self._memory = None
