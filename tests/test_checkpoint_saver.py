@@ -1,0 +1,382 @@
+"""Saving in the background: what is saved is what was there at the call, and no failure is lost."""
+
+import os
+import re
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from parallel import checkpoint
+from parallel.checkpoint_retention import Retention, make_room
+from parallel.checkpoint_saver import MODES, CheckpointSaver
+from parallel.checkpoint_storage import LocalStorage, S3Storage, open_storage
+from parallel.commit_record import parse_record
+from tests.s3_server import KEYS, put, s3_server
+from tests.spawn import run_ranks
+from utils import byte_source
+from utils.byte_source import Patience
+
+BACKGROUND = MODES[1:]
+HASTY = Patience(max_retries=3, first_wait_s=0.01, max_wait_s=0.02, stall_s=0.3, total_s=5)
+
+
+def tensors_of(step: float) -> dict[str, torch.Tensor]:
+    return {
+        "model.a": torch.arange(12.0).view(3, 4) + step,
+        "model.b": torch.full((5,), step).bfloat16(),
+        "model.t": (torch.arange(6.0).view(2, 3) + step).T,  # not contiguous
+        "step": torch.tensor(step),
+    }
+
+
+def save(saver: CheckpointSaver, step: int) -> None:
+    """Save, and change the tensors as soon as the call returns, as the next training step does."""
+    tensors = tensors_of(float(step))
+    saver.save(step, tensors, {"step": step})
+    for tensor in tensors.values():
+        tensor.fill_(-1)
+
+
+def assert_loads(folder, step: int) -> None:
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(0.0).items()}
+    assert checkpoint.load(folder, step, tensors) == {"step": step}
+    assert all(torch.equal(tensors[name], expected) for name, expected in tensors_of(float(step)).items())
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.iterdir())
+
+
+# ---- What is saved --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_holds_what_was_there_at_the_call(tmp_path, mode):
+    saver = CheckpointSaver(tmp_path, mode, keep_last=3, about={"config": {"lr": 1.0}})
+    for step in (1, 2, 3, 4):
+        save(saver, step)
+    saver.save(4, tensors_of(9.0), {"step": 9})  # a published step is never modified
+    saver.close()
+    assert steps_in(tmp_path) == [2, 3, 4] and saver.saved_step == 4 and saver.num_failures == 0
+    for step in (2, 3, 4):
+        assert_loads(tmp_path, step)
+    record = parse_record((tmp_path / "step-00000004/commit.json").read_bytes())
+    assert record["about"] == {"config": {"lr": 1.0}} and record["versions"]["torch"] == torch.__version__
+
+
+def save_on_two_ranks(rank, num_ranks, folder, mode):
+    saver = CheckpointSaver(folder, mode)
+    own = {f"rank{rank}.seed": torch.tensor([rank, 7])} | tensors_of(1.0)
+    saver.save(1, own, {"step": 1}, rank_state={"seed": rank})
+    with pytest.raises(ValueError, match="the state differs between ranks"):
+        saver.save(2, own, {"step": rank})
+    own["new"] = torch.ones(3)  # another layout
+    saver.save(3, own, {"step": 3})
+    if mode == "process" and rank == 1:  # in the middle of a save or after it
+        os.kill(saver._writer.pid, signal.SIGKILL) if saver._writer.pid else None
+    saver.save(4, own, {"step": 4})
+    saver.close()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    step, state = checkpoint.load_latest(folder, loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
+    return step, state, saver.num_failures
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_agree(tmp_path, mode):
+    assert run_ranks(save_on_two_ranks, 2, tmp_path, mode) == [(4, {"step": 4}, 0)] * 2
+    record = parse_record((tmp_path / "step-00000003/commit.json").read_bytes())
+    assert record["num_ranks"] == 2 and len([name for name in record["files"] if name.startswith("rank")]) == 2
+
+
+def test_state_of_one_rank_is_under_its_number(tmp_path):
+    saver = CheckpointSaver(tmp_path)
+    saver.save(1, tensors_of(1.0), {"step": 1}, rank_state={"seed": 5})
+    assert checkpoint.load(tmp_path, 1, tensors_of(0.0)) == {"step": 1, "ranks": {"0": {"seed": 5}}}
+
+
+@pytest.mark.parametrize("mode", BACKGROUND)
+def test_memory_stays_flat(tmp_path, mode):
+    """The resident memory of this process and its writer, over 100 saves of 8 MB, once the first ten are done."""
+    saver, tensors, process = (
+        CheckpointSaver(tmp_path, mode, keep_last=1),
+        {"a": torch.zeros(2_000_000)},
+        psutil.Process(),
+    )
+    used = []
+    for step in range(100):
+        saver.save(step + 1, tensors, {})
+        saver.wait()
+        used.append(sum(p.memory_info().rss for p in (process, *process.children(recursive=True))))
+    saver.close()
+    assert max(used[10:]) <= 1.02 * used[10], (used[10], max(used))
+
+
+@pytest.mark.parametrize("mode", BACKGROUND)
+def test_training_goes_on_while_the_disk_is_slow(tmp_path, mode, monkeypatch):
+    release, begin = threading.Event(), LocalStorage.begin
+    monkeypatch.setattr(LocalStorage, "begin", lambda self, name: (release.wait(20), begin(self, name)))
+    saver = CheckpointSaver(tmp_path, mode)
+    save(saver, 1)
+    assert saver.is_saving and checkpoint.latest(tmp_path) is None
+    release.set()
+    saver.close()
+    assert_loads(tmp_path, 1)
+
+
+# ---- What fails -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_stuck_writer_is_started_again_and_the_save_repeated(tmp_path, how, caplog):
+    saver = CheckpointSaver(tmp_path, "process", timeout_s=3.0)
+    save(saver, 1)
+    saver.wait()
+    first = saver._writer.pid
+    os.kill(first, how)
+    save(saver, 2)
+    saver.close()
+    assert saver.num_failures == 0 and "it is started again" in caplog.text
+    assert ("died" if how == signal.SIGKILL else "gave no answer within 3 s") in caplog.text
+    assert not psutil.pid_exists(first)
+    assert_loads(tmp_path, 2)
+
+
+def test_a_writer_that_always_dies_is_reported(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    saver = CheckpointSaver(tmp_path, "process", max_failures=2)
+    save(saver, 1)
+    save(saver, 2)
+    with pytest.raises(ValueError, match="2 saves in a row have failed.*the writer process died with exit code 1"):
+        saver.wait()
+    assert "save 1 in a row failed, 1 in all; training goes on" in caplog.text
+    assert saver.saved_step is None and checkpoint.latest(tmp_path) is None
+
+
+def test_the_writer_ends_with_its_process(tmp_path):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        saver = CheckpointSaver(tmp_path, "process")
+        save(saver, 1)
+        saver.wait()
+        os.write(writer, str(saver._writer.pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    of_writer = int(os.read(reader, 100))
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(of_writer) and psutil.Process(of_writer).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the writer lives on"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_failures_are_counted_and_raised_after_some_in_a_row(tmp_path, mode, monkeypatch, caplog):
+    saver = CheckpointSaver(tmp_path, mode, max_failures=2)
+    save(saver, 1)
+    saver.wait()
+    publish = LocalStorage.publish
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalStorage, "publish", fail)
+    save(saver, 2)
+    saver.wait()
+    assert saver.num_failures == 1 and "No space left" in caplog.text and saver.saved_step == 1
+    monkeypatch.setattr(LocalStorage, "publish", publish)
+    save(saver, 3)  # one success, and the count in a row starts anew
+    saver.wait()
+    monkeypatch.setattr(LocalStorage, "publish", fail)
+    with pytest.raises(ValueError, match="2 saves in a row have failed; the newest checkpoint is that of step 3"):
+        save(saver, 4)
+        save(saver, 5)
+        saver.wait()
+    assert saver.num_failures == 3 and steps_in(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_last_save_that_fails_is_an_error(tmp_path, mode, monkeypatch):
+    monkeypatch.setattr(LocalStorage, "begin", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    saver = CheckpointSaver(tmp_path, mode)
+    save(saver, 1)
+    with pytest.raises(ValueError, match="Read-only file system"):
+        saver.close()
+
+
+def test_settings_that_make_no_sense(tmp_path):
+    with pytest.raises(ValueError, match="--checkpoint_async must be one of none, thread, process, got 'fork'"):
+        CheckpointSaver(tmp_path, "fork")
+    with pytest.raises(ValueError, match="at least 1 checkpoint must be kept"):
+        CheckpointSaver(tmp_path, keep_last=0)
+    with pytest.raises(ValueError, match="a local path or to s3://, got gs://x"):
+        CheckpointSaver("gs://x/y")
+    with pytest.raises(ValueError, match="must be a str, not a Path"):
+        CheckpointSaver(Path("s3://x/y"))
+
+
+# ---- What stays -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept(tmp_path):
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 1.5, 6: 9.0}
+    for restart in range(2):  # the losses are in the records
+        saver = CheckpointSaver(tmp_path, keep_last=2, keep_every=4, keep_best=2)
+        for step in range(5 * restart, 6 + 5 * restart):
+            if step > 5 * restart:
+                save(saver, step)
+            saver.note_loss(step, losses.get(step, 10.0))  # after the save, and again by the run that resumes there
+        saver.close()
+    assert steps_in(tmp_path) == [2, 4, 5, 8, 9, 10]  # 2 and 5 the best, 4 and 8 for ever, 9 and 10 the last
+
+
+def test_only_verified_steps_make_others_unnecessary(tmp_path):
+    saver = CheckpointSaver(tmp_path, keep_last=2)
+    for step in (1, 2):
+        save(saver, step)
+    data = tmp_path / "step-00000002/rank-00000-00000.bin"
+    data.write_bytes(bytes(data.stat().st_size))  # same size: only its checksum tells
+    from parallel import checkpoint_retention
+
+    checkpoint_retention._verified.clear()  # as after a restart
+    save(saver, 3)
+    assert steps_in(tmp_path) == [1, 2, 3]
+    save(saver, 4)
+    assert steps_in(tmp_path) == [3, 4]
+
+
+class Small(LocalStorage):
+    """A disk of limited size."""
+
+    size = 0
+
+    def room(self):
+        used = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        return self.size - used, 10**6
+
+
+def test_a_full_disk_loses_the_oldest_unneeded_one_first_and_never_the_last_good_one(tmp_path, caplog):
+    saver = CheckpointSaver(tmp_path, keep_last=2)
+    for step in (1, 2):
+        save(saver, step)
+    one = sum(file.stat().st_size for file in (tmp_path / "step-00000001").iterdir())
+    storage, rule = Small(tmp_path), Retention(keep_last=2)
+    storage.size = 3 * one + 2**20 + 100
+    make_room(storage, rule, {}, one, 3)
+    assert steps_in(tmp_path) == [1, 2] and not caplog.text
+    storage.size = 2 * one + 2**20 + 100
+    make_room(storage, rule, {}, one, 3)
+    assert steps_in(tmp_path) == [2]
+    assert re.search(r"has room for .* GiB .*needs .*Deleted for it: step-00000001\.$", caplog.text, re.MULTILINE)
+    caplog.clear()
+    storage.size = one
+    make_room(storage, Retention(keep_last=1), {}, one, 3)
+    assert steps_in(tmp_path) == [2] and "nothing, all are needed" in caplog.text and "probably fail" in caplog.text
+    make_room(storage, Retention(keep_last=2, keep_every=1), {}, one, 3)  # for ever is for ever
+    assert steps_in(tmp_path) == [2]
+
+
+# ---- S3 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """An empty bucket of an S3 server."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with s3_server() as moto:
+        put(moto, "/bucket")
+        for name, value in (KEYS | {"AWS_ENDPOINT_URL": moto}).items():
+            monkeypatch.setenv(name, value)
+        byte_source._store.cache_clear()
+        yield moto
+    byte_source._store.cache_clear()
+
+
+def test_checkpoints_in_s3(s3, caplog):
+    folder = "s3://bucket/runs/one/checkpoints"
+    assert checkpoint.latest(folder) is None
+    for mode in MODES:
+        saver = CheckpointSaver(folder, mode, keep_last=2)
+        for step in (1, 2, 3):
+            save(saver, step + 10 * MODES.index(mode))
+        saver.close()
+    storage = open_storage(folder)
+    assert isinstance(storage, S3Storage) and storage.names() == ["step-00000022", "step-00000023"]
+    for step in (22, 23):
+        assert_loads(folder, step)
+    # A record is missing, or an object is damaged: as if it were not there.
+    storage.write(
+        "step-00000023", "rank-00000-00000.bin", [b"x" * storage.sizes("step-00000023")["rank-00000-00000.bin"]]
+    )
+    assert checkpoint.latest(folder) == 22 and "does not match its checksum" in caplog.text
+    storage.write("step-00000024", "rank-00000-00000.bin", [b"of a save that was killed"])
+    assert checkpoint.latest(folder) == 22
+    saver = CheckpointSaver(folder, keep_last=1)
+    save(saver, 24)
+    saver.close()
+    assert storage.names() == ["step-00000024"]
+    assert_loads(folder, 24)
+    weights = {"a": torch.zeros(3, 4), "b": torch.zeros(5).bfloat16(), "t": torch.zeros(3, 2)}
+    assert checkpoint.load_weights_only("s3://bucket/runs/one", weights) == 24
+    assert torch.equal(weights["a"], tensors_of(24.0)["model.a"])
+
+
+class _FaultyPuts(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_) -> None:
+        """Say nothing."""
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        fault = self.server.faults.pop(0) if self.server.faults else self.server.forever
+        if fault == "stall":
+            time.sleep(0.5)
+        if fault in ("stall", "cut"):
+            self.close_connection = True
+            return
+        self.server.bodies.append(body if fault is None else fault)
+        self.send_response(fault or 200)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """A server that takes PUTs, with faults in the first of them."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _FaultyPuts) as server:
+        server.daemon_threads, server.faults, server.forever, server.bodies = True, [], None, []
+        server.handle_error = lambda *_: None  # a client that gave up is no news
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        for name, value in (KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}).items():
+            monkeypatch.setenv(name, value)
+        byte_source._store.cache_clear()
+        yield server
+        server.shutdown()
+    byte_source._store.cache_clear()
+
+
+def test_a_put_is_tried_again(puts):
+    storage = S3Storage("s3://bucket/run", HASTY)
+    puts.faults = [503, "cut", 500]
+    storage.write("step-00000001", "a.bin", [b"some", b"thing"])
+    assert puts.bodies == [503, 500, b"something"]
+    puts.faults = ["stall"]
+    storage.write("step-00000001", "b.bin", [b"more"])
+    assert puts.bodies[-1] == b"more"
+
+
+def test_a_put_that_always_fails_is_an_error(puts):
+    puts.forever = 503
+    started = time.monotonic()
+    with pytest.raises(OSError, match="s3://bucket/run"):
+        S3Storage("s3://bucket/run", HASTY).write("step-00000001", "a.bin", [b"something"])
+    assert time.monotonic() - started < 5 and puts.bodies == [503] * 4
