@@ -27,6 +27,7 @@ def init_distributed(timeout_s: float) -> torch.device:
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # collectives that the flight recorder remembers
         options = {"timeout": timedelta(seconds=timeout_s)}
         if device.type == "cuda":
             options["device_id"] = device

@@ -3,13 +3,11 @@
 import json
 import os
 import signal
-import sys
-import time
 
 import pytest
 
 from parallel.restarts import count_restart, forget_restarts
-from tests.spawn import fork_server
+from tests.launches import start_launcher, wait_until
 from utils import restart_notes
 from utils.exit_codes import DIVERGED, HANG, NO_PROGRESS, Stopped
 from utils.stop_note import TO_BE_CONTINUED
@@ -39,27 +37,11 @@ for what in plan[min(starts, len(plan) - 1)].split():
 """
 
 
-def launch(folder, plan, max_restarts, output):
-    """Be the launcher."""
-    from utils import torchrun
-
-    sys.stdout = sys.stderr = open(output, "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), 2)
-    sys.argv = [
-        "torchrun", "--nproc_per_node=2", f"--max_restarts={max_restarts}", "--rdzv_backend=c10d",
-        "--rdzv_endpoint=127.0.0.1:0", "--local_addr=127.0.0.1", str(folder / "script.py"), str(folder),
-        json.dumps(plan),
-    ]  # fmt: skip
-    os.environ["PYTHONPATH"] = os.getcwd()
-    sys.exit(torchrun.run())
-
-
 def start(folder, plan, max_restarts):
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
-    process = fork_server().Process(target=launch, args=(folder, plan, max_restarts, folder / "printed"))
-    process.start()
-    return process
+    arguments = [f"--max_restarts={max_restarts}", str(folder / "script.py"), str(folder), json.dumps(plan)]
+    return start_launcher(arguments, folder / "printed")
 
 
 @pytest.mark.parametrize(
@@ -87,10 +69,7 @@ def test_what_the_launcher_starts_again(tmp_path, plan, max_restarts, code, star
 def test_a_warning_reaches_the_ranks_and_their_note_comes_back(tmp_path):
     folder = tmp_path / "run"
     process = start(folder, ["warned"], 2)
-    deadline = time.monotonic() + 60
-    while len(list(folder.glob("ready-*"))) < 2:
-        assert time.monotonic() < deadline and process.is_alive()
-        time.sleep(0.05)
+    wait_until(lambda: len(list(folder.glob("ready-*"))) == 2)
     os.kill(process.pid, signal.SIGUSR1)
     process.join(60)
     assert process.exitcode == TO_BE_CONTINUED, (folder / "printed").read_text()

@@ -1,0 +1,142 @@
+"""The watchdog: a hang ends the run in time, with stacks, collectives and a culprit; so does a rank that is lost."""
+
+import json
+import os
+import time
+from pathlib import Path
+from signal import SIGKILL
+
+import pytest
+
+from parallel.hang_report import explain
+from tests.faults.injected import injected
+from tests.launches import start_launcher, wait_until
+from tests.script_runs import run_script
+from utils.exit_codes import ERROR, HANG
+
+SCRIPT, HANG_S = "tests/faults/small_run.py", 0.5
+STEP = 6  # not the first, whose deadline is longer
+
+
+def run(folder, *flags, ranks=2):
+    folder.mkdir(exist_ok=True)
+    return run_script(SCRIPT, ["--run_folder", str(folder), "--hang_s", str(HANG_S), *flags], ranks, timeout_s=60)
+
+
+def report_of(folder):
+    (hang,) = (folder / "hangs").iterdir()
+    assert hang.name.startswith(f"step-{STEP:08d}-")
+    return hang, (hang / "report.txt").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_that_is_slow_but_steps_is_left_alone(tmp_path, ranks):
+    code, printed = run(tmp_path, "--num_steps", "6", "--step_s", "0.3", ranks=ranks)
+    assert code == 0 and printed.count(f"sum {ranks}") == 6, printed
+    assert not (tmp_path / "hangs").exists()
+
+
+@pytest.mark.parametrize(
+    "what, culprit",
+    [("hang", "culprit: rank 1, behind the others, in 'forward'"), ("stop", "culprit: rank 1, stopped or dead")],
+)
+def test_a_hang_ends_in_time_with_stacks_and_culprit(tmp_path, monkeypatch, what, culprit):
+    faults = injected(monkeypatch, tmp_path, f"{what}@rank=1,step={STEP},phase=forward")
+    code, printed = run(tmp_path)
+    waited = time.monotonic() - faults.happened_at()
+    assert code in (HANG, 128 + SIGKILL) and waited < HANG_S + 5, (waited, printed)  # it kills who stands still
+    hang, report = report_of(tmp_path)
+    assert culprit in report and report in printed.replace("hang: ", "") and f"step {STEP}" in report
+    assert "rank 0: step 6, backward for" in report and "(--hang_s)" in report
+    answered = {"hang": (0, 1), "stop": (0,)}[what]  # a process that stands still writes nothing
+    for rank in answered:
+        stacks = (hang / f"rank-{rank}.stacks.txt").read_text()
+        assert "small_run.py" in stacks and ("all_reduce" if rank == 0 else "fault_injection.py") in stacks
+        recorded = json.loads((hang / f"rank-{rank}.collectives.json").read_text())
+        last = max(recorded["entries"], key=lambda entry: entry["record_id"])
+        assert "all_reduce" in last["profiling_name"] and last["state"] != "completed" or rank == 1
+
+
+def test_a_run_of_one_process_can_hang(tmp_path, monkeypatch):
+    injected(monkeypatch, tmp_path, f"hang@rank=0,step={STEP},phase=backward")
+    code, _ = run(tmp_path, ranks=1)
+    assert code == HANG and "no culprit can be told" in report_of(tmp_path)[1]
+
+
+def test_a_rank_whose_threads_all_stand_still(tmp_path):
+    """A library that keeps the interpreter's lock for ever: the other rank names it, and it ends without the lock."""
+    code, printed = run(tmp_path, "--hold_at", str(STEP))
+    assert code in (HANG, 128 + SIGKILL) and "culprit: rank 1, stopped or dead" in report_of(tmp_path)[1], printed
+    started = time.monotonic()
+    code, printed = run(tmp_path / "alone", "--hold_at", str(STEP), "--hold_rank", "0", ranks=1)
+    assert code == ERROR and "Timeout" in printed and "small_run.py" in printed and time.monotonic() - started < 30
+
+
+def test_the_first_step_may_take_longer(tmp_path, monkeypatch):
+    injected(monkeypatch, tmp_path, "slow=2@rank=1,step=0,phase=forward")
+    assert run(tmp_path)[0] == 0
+
+
+def test_a_lost_rank_ends_the_others(tmp_path, monkeypatch):
+    faults = injected(monkeypatch, tmp_path, f"kill@rank=1,step={STEP},phase=backward")
+    code, printed = run(tmp_path, ranks=3)
+    assert code == 128 + 9 and time.monotonic() - faults.happened_at() < 2, printed
+
+
+# ---- Under a launcher ------------------------------------------------------------------------------------------------
+
+
+def steps_of(folder):
+    return (folder / "printed").read_text().count("sum 2") if (folder / "printed").exists() else 0
+
+
+def test_a_rank_that_cannot_step_leaves_when_told_to_stop(tmp_path, monkeypatch):
+    """Without it the launcher would wait for its 30 s: rank 0 waits for ever, as in a collective of NCCL."""
+    place = f"step={STEP},phase=forward"
+    injected(monkeypatch, tmp_path, f"hang@rank=0,{place}; kill@rank=1,{place}")
+    arguments = ["--max_restarts=1", SCRIPT, "--run_folder", str(tmp_path), "--hang_s", "60", "--num_steps", "10"]
+    process = start_launcher(arguments, tmp_path / "printed")
+    wait_until(lambda: (tmp_path / "printed").exists() and "starting all" in (tmp_path / "printed").read_text())
+    wait_until(lambda: steps_of(tmp_path) > STEP)
+    process.join(60)
+    printed = (tmp_path / "printed").read_text()
+    assert process.exitcode == 0 and "rank 0: rank 1 died" in printed, printed
+
+
+def test_ranks_do_not_outlive_their_launcher(tmp_path):
+    arguments = [SCRIPT, "--run_folder", str(tmp_path), "--hang_s", "60", "--num_steps", "100000"]
+    process = start_launcher(arguments, tmp_path / "printed")
+    wait_until(lambda: steps_of(tmp_path) > 2)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(ranks) == 2
+    os.kill(process.pid, SIGKILL)
+    process.join()
+    wait_until(lambda: not any(Path(f"/proc/{rank}/cmdline").exists() for rank in ranks), timeout_s=3)
+
+
+# ---- Reports ---------------------------------------------------------------------------------------------------------
+
+
+def status(step, number, phase="forward", begun=10):
+    return {"step": step, "number": number, "phase": phase, "waited_s": 1.0, "enqueued": {"gloo 0": begun, "gloo 1": 0}}
+
+
+@pytest.mark.parametrize(
+    "statuses, silent, first",
+    [
+        ([status(5, 3), status(5, 1, "data_wait"), status(5, 3)], [], "rank 1, behind the others, in 'data_wait'"),
+        ([status(4, 9), status(5, 0), status(4, 9)], [], "rank 0, 2, behind the others, in 'forward'"),
+        ([status(5, 3, begun=12), status(5, 3, begun=11)], [], "rank 1, has begun fewer collectives than the others"),
+        ([status(5, 3), status(5, 4)], [1], "rank 1, stopped or dead"),
+    ],
+)
+def test_the_culprit_is_who_the_others_wait_for(statuses, silent, first):
+    lines = explain(dict(enumerate(statuses)), silent).splitlines()
+    assert lines[0] == f"culprit: {first}" and len(lines) == 1 + len(statuses)
+    assert [rank for rank in range(len(statuses)) if "does not answer" in lines[1 + rank]] == silent
+
+
+def test_where_all_are_alike_nobody_is_accused():
+    assert explain({0: status(5, 3), 1: status(5, 3)}, []).startswith(
+        "no culprit can be told: all ranks are at the same"
+    )
