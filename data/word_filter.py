@@ -9,13 +9,17 @@ from pathlib import Path
 from threading import Lock
 
 from data.captions import decode_text
-from data.folded_text import CJK, LETTERS, fold
+from data.folded_text import CJK, LETTERS, WORD_CHARACTERS, fold
 
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 _CLAUSE_END = re.compile(r"[,!?;:。、\n\r\u2028\u2029]")  # as NFKC leaves them; a full stop can stand inside a word
 _BETWEEN_WORDS = re.compile(r"""[.,!?;:/&()\[\]{}<>"“”]+""")  # where two words of letters meet without a space
 _CONTRACTION = re.compile(r"['’ʼ](?:s|t|d|m|ll|re|ve)(?![^\W_])")  # he'll is not hell
-_VOWEL = re.compile("[aeiouy]")
+_BESIDE_WORDS = "\"'“”‘’`.,;:!?…()[]{}<>、。「」『』《》-–—_/\\|• "  # may stand beside a word and says nothing
+# Where a run of letters without a vowel is hardly a word, and which letters are words.  Other scripts write no vowels.
+_WITH_VOWELS = re.compile("[a-z\u0370-\u03ff\u0400-\u052f\u1f00-\u1fff]+")
+_VOWEL = re.compile("[aeiouyαεηιουωάέήίόύώϊϋаеёиоуыэюяіїє]")
+_ONE_LETTER_WORDS = "ai" + "авийкосуяєзі" + "οηή" + "و"  # Latin, Cyrillic, Greek, Arabic
 _NEVER, _CLAUSE, _SPACE, _INSIDE = range(4)  # what stands between two runs of letters, from most apart to least
 
 
@@ -43,12 +47,14 @@ class _Piece:
     @property
     def is_letter(self) -> bool:
         """Whether it is one letter that is no word: no a, no I."""
-        return self.runs == (1,) and self.letters.isalpha() and self.letters not in "ai"
+        return self.runs == (1,) and self.letters.isalpha() and self.letters not in _ONE_LETTER_WORDS
 
     @property
     def is_odd(self) -> bool:
         """Whether it is hardly a word of its own."""
-        return self.is_letter or (self.letters.isalpha() and not _VOWEL.search(self.letters))
+        if self.runs == (1,):
+            return self.is_letter
+        return bool(_WITH_VOWELS.fullmatch(self.letters)) and not _VOWEL.search(self.letters)
 
 
 class WordFilter:
@@ -56,7 +62,7 @@ class WordFilter:
 
     Texts and words are compared as `data.folded_text` folds them: any case, width, accents, characters of no width.
 
-    Latin (and other letters with spaces between words): whole words, so "ass" is not in "glass" or "class", and other
+    Latin (and other scripts with spaces between words): whole words, so "ass" is not in "glass" or "class", and other
     forms of a word must be listed too.  Found as well: letters three or more times instead of once, or several doubled
     ("fuuuck", "ffuuck", but "good" is not "god"); punctuation inside ("f*u-ck"); spaces inside, where a piece is hardly
     a word of its own ("f u c k", "f uck", "fu ck", but "pen is" and "he'll" are what they are).  Letters that are
@@ -65,12 +71,15 @@ class WordFilter:
     Chinese, Japanese, Korean: anywhere in the text, through spaces and punctuation; through commas and full stops,
     where sentences meet by chance, only if the word has three characters or more and they are between all of them.
 
+    A word that begins or ends with a symbol ("C++", "#metoo", "$$$") and symbols alone ("🔞") are found as they are
+    written; quotes, brackets and other punctuation around a word of the list say nothing.
+
     Not found: words in other letters or spellings (s3x, pinyin), and traditional characters for simplified ones: list
     both.  A text is looked through once; a word more in the list costs nothing then.
     """
 
     def __init__(self, words: Iterable[str]):
-        """Take words and phrases in any language.  Raises: ValueError for one with nothing to be seen."""
+        """Take words and phrases in any language.  Raises: ValueError for one without a letter or symbol."""
         self.num_refused = 0
         self._lock = Lock()
         self._latin: dict[str, list[_Word]] = defaultdict(list)  # by their letters, squeezed
@@ -98,8 +107,8 @@ class WordFilter:
         if not found:
             raise ValueError(f"the list of refused words {path} has no word; give none to refuse nothing")
         for number, word in found.items():
-            if not fold(word).strip():
-                raise ValueError(f"the list of refused words {path}, line {number}: nothing of the word can be seen")
+            if not _core(word):
+                raise ValueError(f"the list of refused words {path}, line {number}: {_nothing(word)}; remove the line")
         return cls(found.values())
 
     def check(self, text: str) -> None:
@@ -115,17 +124,19 @@ class WordFilter:
         """Return the words of the list that are in the text, each once, masked: its first character and ***."""
         text = fold(text)
         found = dict.fromkeys(self._latin_words(text)) | dict.fromkeys(self._cjk_words(text))
-        found |= dict.fromkeys(word for symbols, word in self._symbols.items() if symbols in text)
+        found |= dict.fromkeys(word for symbols, word in self._symbols.items() if _stands_in(text, symbols))
         return [word.mask for word in found]
 
     def _add(self, word: str) -> None:
-        folded = fold(word).strip()
+        folded = _core(word)
         if not folded:
-            raise ValueError(f"a refused word has nothing to be seen: {word!r}")
-        letters = "".join(char for char in folded if char.isalnum() or CJK.match(char))
+            raise ValueError(f"a refused word says nothing ({_nothing(word)}): {word!r}")
+        letters = "".join(WORD_CHARACTERS.findall(folded))
         mask = f"{letters[0]}***" if len(letters) > 1 else "***"
         if not letters:
             self._symbols[folded] = _Word("a symbol")
+        elif not (WORD_CHARACTERS.match(folded) and WORD_CHARACTERS.match(folded[-1])):
+            self._symbols[folded] = _Word(mask)
         elif CJK.search(letters):
             self._cjk[letters] = _Word(mask)
         else:
@@ -175,6 +186,28 @@ class WordFilter:
                     for a, b in ((first - 1, first), (last, last + 1))
                 ):
                     yield word
+
+
+def _core(word: str) -> str:
+    """Return a word of the list, folded, without what may stand beside any word."""
+    return fold(word).strip().strip(_BESIDE_WORDS)
+
+
+def _nothing(word: str) -> str:
+    return "it is punctuation, which every text may have" if fold(word).strip() else "nothing to be seen in it"
+
+
+def _stands_in(text: str, symbols: str) -> bool:
+    """Tell whether symbols are in a text; where they begin or end with a letter, not in the midst of a word."""
+    starts, ends = WORD_CHARACTERS.match(symbols), WORD_CHARACTERS.match(symbols[-1])
+    at = text.find(symbols)
+    while at >= 0:
+        end = at + len(symbols)
+        inside = starts and at and WORD_CHARACTERS.match(text[at - 1])
+        if not inside and not (ends and WORD_CHARACTERS.match(text[end : end + 1])):
+            return True
+        at = text.find(symbols, at + 1)
+    return False
 
 
 def _squeeze(letters: str) -> tuple[str, tuple[int, ...]]:

@@ -160,6 +160,46 @@ def test_what_is_not_refused(words, text):
     words.check(text)
 
 
+@pytest.mark.parametrize(
+    ("word", "found", "not_found"),
+    [
+        # Words of other scripts that meet by chance, and the same words in disguise
+        ("народ", ["Народ", "н а р о д", "на*род", "народдд", "нар о д"], ["выйти на род", "на род", "народы"]),
+        ("слон", ["слон", "с-л-о-н", "с л о н"], ["с лон", "и слоны"]),
+        ("λόγος", ["λόγος", "λ ό γ ο ς"], ["λό γος"]),
+        ("كلب", ["كلب", "كَلْب", "ك ل ب"], ["كل بيت", "كلبي"]),
+        ("ولدان", ["ولدان"], ["ول دان", "و لدان"]),
+        ("שלום", ["שלום", "שָׁלוֹם"], ["של ום"]),
+        ("भालू", ["एक भालू है"], ["भोले", "भल", "भाला", "भा लू"]),
+        ("कुत्ता", ["कुत्ता", "लाल कुत्ता।"], ["कत", "कूत"]),
+        # Symbols that belong to the word
+        ("C++", ["learn C++", "c++.", "(C++)", "C++11"], ["vitamin C", "plan c", "c + +", "abc++"]),
+        ("C#", ["C# code"], ["c", "c major"]),
+        ("#metoo", ["say #MeToo", "#metoo."], ["me too", "metoo", "#metoos"]),
+        ("$$$", ["give me $$$"], ["$", "$ $ $"]),
+        ("🔞", ["a 🔞 sign"], ["18"]),
+        # Punctuation that does not
+        ("«cigarette»", ["«cigarette»"], []),
+        ('"cigarette",', ["a cigarette"], ["cigar"]),
+        ("- 香烟；", ["香烟", "香.烟"], ["香"]),
+        ("AK-47", ["ak-47", "AK47", "ak 47"], ["a 47"]),
+    ],
+)  # fmt: skip
+def test_other_scripts_and_symbols(word, found, not_found):
+    words = WordFilter([word])
+    assert [text for text in found if not words.matches(text)] == []
+    assert [text for text in not_found if words.matches(text)] == []
+
+
+@pytest.mark.parametrize("word", [".", "...", "。", "、 ，", "- -", '""', "—"])
+def test_punctuation_alone_is_no_word(tmp_path, word):
+    with pytest.raises(ValueError, match="punctuation"):
+        WordFilter([word])
+    (tmp_path / "list.txt").write_text(f"dog\n{word}\n", "utf-8")
+    with pytest.raises(ValueError, match="list.txt, line 2: it is punctuation"):
+        WordFilter.from_file(tmp_path / "list.txt")
+
+
 def test_a_refusal_names_what_is_wrong_but_never_in_full():
     for word in [*ENGLISH, *CHINESE, "x", "草", "🔞"]:
         words = WordFilter([word])
