@@ -21,13 +21,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from parallel import checkpoint_retention as retention
+from parallel.checked_writer import read_file
 from parallel.checkpoint_differences import compare
-from parallel.checkpoint_layout import Layout
+from parallel.checkpoint_layout import INDEX, Layout
 from parallel.checkpoint_publish import describe, publish, write_tensors
 from parallel.checkpoint_reader import CheckpointReader
 from parallel.checkpoint_retention import Retention, note_verified, problem, record_of, step_name, steps
 from parallel.checkpoint_storage import Storage, open_storage
 from parallel.distributed import gather_results, num_ranks, on_main, rank
+from utils.checksum import crc32
 
 log = logging.getLogger("train")
 
@@ -151,8 +153,8 @@ class StoredTensors:
         elif found := problem(storage, step):
             raise ValueError(f"{step_folder(folder, step)} is not a valid checkpoint: {found}")
         self.path = step_folder(folder, step)
-        self.step, self.state = step, record_of(storage, step)["state"]
-        self._reader = _reader(storage, step)
+        record, self._reader = _open(storage, step)
+        self.step, self.state = step, record["state"]
         self.specs = _specs(self._reader)
 
     def read(self, name: str) -> Tensor:
@@ -186,7 +188,7 @@ def _load_verified(
     storage: Storage, step: int, tensors: dict[str, Tensor], partly: tuple[str, ...], only: str = ""
 ) -> dict:
     """Load from a checkpoint whose every byte is known to be right; only: the prefix of what is looked at in it."""
-    path, reader = storage.path(step_name(step)), _reader(storage, step)
+    path, (record, reader) = storage.path(step_name(step)), _shared_reader(storage, step)
     stored = {name: (tuple(shape), dtype) for name, (shape, dtype) in _specs(reader).items() if name.startswith(only)}
     own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     wanted = {name: entry for of_rank in gather_results(lambda: own) for name, entry in of_rank.items()}
@@ -197,7 +199,7 @@ def _load_verified(
             dcp.load(present, storage_reader=reader)
     except dcp.CheckpointException as error:
         raise ValueError(f"{path} is valid but could not be read: {_cause(error)}") from error
-    return record_of(storage, step)["state"]
+    return record["state"]
 
 
 def _find(source: str) -> tuple[str, int | None]:
@@ -209,11 +211,34 @@ def _find(source: str) -> tuple[str, int | None]:
     return (inside, None) if on_main(lambda: bool(steps(open_storage(inside)))) else (source, None)
 
 
-def _reader(storage: Storage, step: int) -> dcp.StorageReader:
-    """Return what reads a verified checkpoint; torch's own, which unpickles, for those of the first format."""
-    if record_of(storage, step)["format"] == 1:
-        return _FirstFormatReader(storage.path(step_name(step)))
-    return CheckpointReader(storage, step_name(step))
+def _open(storage: Storage, step: int) -> tuple[dict, dcp.StorageReader]:
+    """Return the record of a verified checkpoint, and what reads its tensors."""
+    return _reader(storage, step, *_contents(storage, step))
+
+
+def _shared_reader(storage: Storage, step: int) -> tuple[dict, dcp.StorageReader]:
+    """Return the same on every rank; rank 0 alone reads the record and the table of contents."""
+    try:
+        return _reader(storage, step, *on_main(lambda: _contents(storage, step)))
+    except OSError as error:
+        raise ValueError(f"{storage.path(step_name(step))} is valid but could not be read: {error}") from error
+
+
+def _contents(storage: Storage, step: int) -> tuple[dict, bytes]:
+    """Return the record and the table of contents, which the first format has elsewhere."""
+    record = record_of(storage, step)
+    if record["format"] == 1:
+        return record, b""
+    index = read_file(storage, step_name(step), INDEX)
+    if crc32(index) != record["files"][INDEX]["crc32"]:
+        raise OSError(f"{INDEX} changed since it was checked")
+    return record, index
+
+
+def _reader(storage: Storage, step: int, record: dict, index: bytes) -> tuple[dict, dcp.StorageReader]:
+    if record["format"] == 1:  # torch's own reader, which unpickles
+        return record, _FirstFormatReader(storage.path(step_name(step)))
+    return record, CheckpointReader(storage, step_name(step), index)
 
 
 class _FirstFormatReader(dcp.FileSystemReader):

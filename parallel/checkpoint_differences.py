@@ -25,15 +25,15 @@ def compare(where: str, stored: Specs, wanted: Specs, partly: Collection[str]) -
     missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
     fresh, unused = (_whole_parameters(names, stored, wanted, partly) for names in (missing, extra))
     missing, extra = sorted(missing - fresh.keys()), sorted(extra - unused.keys())
-    other = sorted(
-        f"{name} is {stored[name]} there, {wanted[name]} here"
-        for name in wanted.keys() & stored.keys()
-        if stored[name] != wanted[name]
-    )
-    if missing or extra or other:
+    other = sorted(name for name in wanted.keys() & stored.keys() if stored[name] != wanted[name])
+    if different := [*missing, *extra, *other]:
+        kinds = sorted({"optimizer" if name.startswith(tuple(partly)) else "model" for name in different})
+        advice = "; resume with the settings it was made with, or give --init_from to a new run" if partly else ""
+        shown = [f"{name} is {_text(stored[name])} there, {_text(wanted[name])} here" for name in other[:3]]
         raise ValueError(
-            f"{where} belongs to another model or optimizer: {len(missing)} tensors not in it (first {missing[:3]}), "
-            f"{len(extra)} only in it (first {extra[:3]}), {len(other)} of another shape or dtype {other[:3]}"
+            f"{where} belongs to another {' and '.join(kinds)}: {len(missing)} tensors not in it (first "
+            f"{missing[:3]}), {len(extra)} only in it (first {extra[:3]}), {len(other)} of another shape or dtype "
+            f"{shown}{advice}"
         )
     for names, text in (
         (fresh, "holds no optimizer state of %d parameters (first %s): they start with fresh state"),
@@ -43,6 +43,11 @@ def compare(where: str, stored: Specs, wanted: Specs, partly: Collection[str]) -
             owners = sorted(set(names.values()))
             log.warning("%s " + text, where, len(owners), owners[:3])
     return set(fresh)
+
+
+def _text(spec: tuple) -> str:
+    shape, dtype = spec
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def _whole_parameters(names: set[str], stored: Specs, wanted: Specs, partly: Collection[str]) -> dict[str, str]:

@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from parallel.checked_writer import read_file
-from parallel.checkpoint_layout import INDEX, Place, read_index
+from parallel.checkpoint_layout import Place, read_index
 from parallel.checkpoint_storage import Storage
 from utils.byte_source import ByteSource
 from utils.checksum import crc32
@@ -22,10 +21,10 @@ _THREADS = 4
 class CheckpointReader(StorageReader):
     """Reads byte ranges straight into the tensors where these lie in host memory, in one piece."""
 
-    def __init__(self, storage: Storage, name: str):
-        """Read the table of contents of a checkpoint whose files were compared with its record."""
+    def __init__(self, storage: Storage, name: str, index: bytes):
+        """name: the folder of a checkpoint whose files were compared with its record.  index: its index.json."""
         self._storage, self._name = storage, name
-        self.metadata = read_index(read_file(storage, name, INDEX))
+        self.metadata = read_index(index)
 
     def reset(self, checkpoint_id=None) -> None:
         """Do nothing: one reader is for one checkpoint."""
@@ -57,6 +56,7 @@ class CheckpointReader(StorageReader):
                 file = self._place(item).file
                 sources[file] = sources.get(file) or self._storage.open(self._name, file)
 
+            @torch.no_grad()  # each thread has its own mode, and parts of one parameter are filled by several
             def fill(item: ReadItem) -> None:
                 target = planner.resolve_tensor(item).detach()
                 self._fill(sources[self._place(item).file], self._place(item), item, target)

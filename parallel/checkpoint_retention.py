@@ -1,5 +1,6 @@
 """Which checkpoints a run keeps, and room for the next one; for one process, that of rank 0."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping
@@ -54,6 +55,14 @@ def problem(storage: Storage, step: int, share: slice = slice(None)) -> str | No
         return damage(storage, step_name(step), record_of(storage, step)["files"], share)
     except (OSError, ValueError) as error:
         return str(error)
+
+
+def stored_losses(storage: Storage) -> dict[int, float]:
+    """Return step → validation loss as the newest readable record has them; empty if none has any."""
+    for step in steps(storage):
+        with contextlib.suppress(OSError, ValueError):
+            return {int(of_step): loss for of_step, loss in record_of(storage, step).get("losses", {}).items()}
+    return {}
 
 
 def note_verified(storage: Storage, step: int) -> None:

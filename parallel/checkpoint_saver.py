@@ -15,9 +15,9 @@ from parallel import checkpoint_retention as retention_rules
 from parallel.checked_writer import write_and_verify
 from parallel.checkpoint_layout import Layout, signature
 from parallel.checkpoint_publish import describe, publish, write_tensors
-from parallel.checkpoint_retention import Retention, make_room, problem, record_of, steps
+from parallel.checkpoint_retention import Retention, make_room, problem, steps, stored_losses
 from parallel.checkpoint_storage import open_storage
-from parallel.distributed import gather_results, is_main, num_ranks, rank
+from parallel.distributed import gather_results, is_main, num_ranks, on_main, rank
 from parallel.host_memory import HostMemory
 from parallel.writer_process import WriterDied, WriterProcess
 
@@ -35,7 +35,7 @@ class CheckpointSaver:
 
     saved_step: the newest step that this saver knows to be published, None at first.  num_failures: failed saves so
     far.  last_save_s: how long the last save took until it was published, 0 at first.  last_stall_s: how long training
-    waited for the last one.
+    waited in the last call of `save`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CheckpointSaver:
 
         folder: a local path, or an s3:// URL as a str.  keep_*: see `Retention`.  about: JSON-able, kept in every
         record: the configuration.  timeout_s: a background save that takes longer has failed.
-        Raises: ValueError for another mode, or a number that makes no sense.
+        Raises: ValueError for another mode, a number that makes no sense, or a folder that cannot be read.
         """
         if mode not in MODES:
             raise ValueError(f"--checkpoint_async must be one of {', '.join(MODES)}, got {mode!r}")
@@ -62,11 +62,8 @@ class CheckpointSaver:
                 f"at least 1 checkpoint must be kept, and no count be negative: got keep_last {keep_last}, keep_every "
                 f"{keep_every}, keep_best {keep_best}, max_failures {max_failures}"
             )
-        self.storage, self.mode, self.retention = (
-            open_storage(folder),
-            mode,
-            Retention(keep_last, keep_every, keep_best),
-        )
+        self.storage, self.mode = open_storage(folder), mode
+        self.retention = Retention(keep_last, keep_every, keep_best)
         self.saved_step: int | None = None
         self.num_failures, self.last_save_s, self.last_stall_s = 0, 0.0, 0.0
         self._about, self._max_failures, self._timeout_s = about or {}, max_failures, timeout_s
@@ -76,7 +73,10 @@ class CheckpointSaver:
         self._copies: list[Tensor] = []
         self._writer: WriterProcess | None = None
         self._thread: threading.Thread | None = None
-        self._losses: dict[int, float] | None = None
+        try:
+            self._losses = on_main(lambda: stored_losses(self.storage))  # step → validation loss, of earlier starts
+        except OSError as error:
+            raise ValueError(f"{self.storage.folder} cannot be looked through for checkpoints: {error}") from error
         # Two threads must not use one group: their collectives would meet the wrong ones.
         self._group = None
         if mode != "none" and num_ranks() > 1:
@@ -96,7 +96,7 @@ class CheckpointSaver:
 
     def note_loss(self, step: int, loss: float) -> None:
         """Tell the validation loss of a step, by which `keep_best` chooses; before or after its save."""
-        self._known_losses()[step] = loss
+        self._losses[step] = loss
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, rank_state: dict | None = None) -> None:
         """Save; every rank takes part.  It waits for the save before, and in the background modes for a copy only.
@@ -106,6 +106,7 @@ class CheckpointSaver:
         A valid checkpoint of this step that is already there is kept as it is.
         Raises: ValueError, on every rank, if the states differ, or if too many saves in a row have failed.
         """
+        called = time.perf_counter()
         self.wait()
         started = time.perf_counter()
         mine = (
@@ -135,7 +136,7 @@ class CheckpointSaver:
                 target=self._save, args=(step, self._write, record, started), daemon=True, name=f"save {step}"
             )
             self._thread.start()
-        self.last_stall_s = time.perf_counter() - started
+        self.last_stall_s = time.perf_counter() - called
         if self.mode == "none":
             self._raise_if_too_many()
 
@@ -180,7 +181,10 @@ class CheckpointSaver:
         if self.mode == "none":
             return
         pin = any(tensor.device.type == "cuda" for tensor in tensors.values())
-        self._memory = HostMemory(self._layout.num_bytes, pin)
+        try:
+            gather_results(lambda: self._allocate(pin))  # one rank's host may have no room
+        except OSError as error:
+            raise ValueError(str(error)) from error
         parts = self._layout.local_tensors(tensors)
         self._copies = [
             self._memory.tensor(piece.start, part)
@@ -190,10 +194,14 @@ class CheckpointSaver:
         if self.mode == "process":
             self._writer = WriterProcess(self._memory.fd, self._layout.num_bytes, self._timeout_s)
 
+    def _allocate(self, pin: bool) -> None:
+        self._memory = HostMemory(self._layout.num_bytes, pin)
+
     @torch.no_grad()
     def _copy(self, tensors: dict[str, Tensor]) -> None:
         parts = [part for of_file in self._layout.local_tensors(tensors).values() for part in of_file]
-        torch._foreach_copy_(self._copies, parts, non_blocking=True) if parts else None
+        if parts:
+            torch._foreach_copy_(self._copies, parts, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -217,12 +225,7 @@ class CheckpointSaver:
     def _save(self, step: int, write, record: dict, started: float) -> None:
         """Publish and clean up, in this thread or in one of its own; what goes wrong is counted, alike on all ranks."""
         try:
-            if is_main():
-                record["losses"] = self._losses_of_kept(step)
-                make_room(
-                    self.storage, self.retention, self._known_losses(), self._layout.total_bytes,
-                    self._layout.total_files,
-                )  # fmt: skip
+            record["losses"] = on_main(lambda: self._make_ready(step), self._group)
             publish(self.storage, step, self._layout, write, record, self._group)
         except Exception as error:
             self.num_failures, self._failures_in_row = self.num_failures + 1, self._failures_in_row + 1
@@ -238,28 +241,18 @@ class CheckpointSaver:
         if is_main():
             self._prune()
 
+    def _make_ready(self, coming: int) -> dict[str, float]:
+        """Make room for a checkpoint and return the losses that its record holds: its own and those of the others."""
+        losses = self._losses.copy()  # another thread may note one meanwhile
+        make_room(self.storage, self.retention, losses, self._layout.total_bytes, self._layout.total_files)
+        there = {coming, *steps(self.storage)}
+        return {str(step): loss for step, loss in losses.items() if step in there and math.isfinite(loss)}
+
     def _prune(self) -> None:
         try:
-            retention_rules.prune(self.storage, self.retention, self._known_losses())
+            retention_rules.prune(self.storage, self.retention, self._losses.copy())
         except Exception as error:  # the checkpoint is published: what cannot be cleaned up is no failed save
             log.warning("old checkpoints in %s could not be looked through: %s", self.storage.folder, error)
-
-    def _losses_of_kept(self, coming: int) -> dict[str, float]:
-        there = {coming, *steps(self.storage)}
-        losses = self._known_losses().items()
-        return {str(step): loss for step, loss in losses if step in there and math.isfinite(loss)}
-
-    def _known_losses(self) -> dict[int, float]:
-        """Return the validation losses of steps, those before a restart included, from the newest record."""
-        if self._losses is None:
-            self._losses = {}
-            for step in steps(self.storage) if is_main() else []:
-                try:
-                    self._losses = {int(s): loss for s, loss in record_of(self.storage, step)["losses"].items()}
-                    break
-                except (OSError, ValueError, KeyError):
-                    continue
-        return self._losses
 
     def _free(self) -> None:
         if self._writer is not None:

@@ -2,10 +2,10 @@
 
 import os
 import re
+import resource
 import signal
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -15,15 +15,11 @@ import torch
 from parallel import checkpoint
 from parallel.checkpoint_retention import Retention, make_room
 from parallel.checkpoint_saver import MODES, CheckpointSaver
-from parallel.checkpoint_storage import LocalStorage, S3Storage, open_storage
+from parallel.checkpoint_storage import LocalStorage
 from parallel.commit_record import parse_record
-from tests.s3_server import KEYS, put, s3_server
 from tests.spawn import run_ranks
-from utils import byte_source
-from utils.byte_source import Patience
 
 BACKGROUND = MODES[1:]
-HASTY = Patience(max_retries=3, first_wait_s=0.01, max_wait_s=0.02, stall_s=0.3, total_s=5)
 
 
 def tensors_of(step: float) -> dict[str, torch.Tensor]:
@@ -221,6 +217,53 @@ def test_settings_that_make_no_sense(tmp_path):
         CheckpointSaver(Path("s3://x/y"))
 
 
+# ---- Ranks stay together ------------------------------------------------------------------------------------------
+
+
+def save_with_a_folder_that_rank_0_cannot_list(rank, num_ranks, folder, mode):
+    saver = CheckpointSaver(folder, mode, timeout_s=20)
+    saver.prepare(tensors_of(1.0))
+    if rank == 0:
+        saver.storage.names = lambda: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    started = time.monotonic()
+    saver.save(1, tensors_of(1.0), {"step": 1})
+    saver.wait()
+    if rank == 0:
+        del saver.storage.names
+    saver.save(2, tensors_of(2.0), {"step": 2})
+    saver.close()
+    return saver.num_failures, saver.saved_step, time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_what_rank_0_alone_cannot_do_fails_the_save_on_all(tmp_path, mode):
+    assert run_ranks(save_with_a_folder_that_rank_0_cannot_list, 2, tmp_path, mode) == [(1, 2, True)] * 2
+
+
+def prepare_without_room_on_one_host(rank, num_ranks, folder):
+    saver, tensors = CheckpointSaver(folder, "thread"), {f"rank{rank}.a": torch.zeros(2**20)}
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with pytest.raises(ValueError, match="rank 1: .*no room for 0.00 GiB of host memory.*--checkpoint_async none"):
+        saver.prepare(tensors)
+    return True
+
+
+def test_no_room_for_the_copy_on_one_rank_is_an_error_on_all(tmp_path):
+    assert run_ranks(prepare_without_room_on_one_host, 2, tmp_path) == [True, True]
+
+
+def test_a_loss_may_be_noted_during_a_save(tmp_path, monkeypatch):
+    saver, release, make_ready = CheckpointSaver(tmp_path, "thread", keep_best=1), threading.Event(), LocalStorage.room
+    monkeypatch.setattr(LocalStorage, "room", lambda self: (release.wait(20), make_ready(self))[1])
+    save(saver, 1)
+    for step in range(1000):
+        saver.note_loss(step, 1.0 + step)
+    release.set()
+    saver.close()
+    assert saver.num_failures == 0 and steps_in(tmp_path) == [1]
+
+
 # ---- What stays -----------------------------------------------------------------------------------------------------
 
 
@@ -280,103 +323,3 @@ def test_a_full_disk_loses_the_oldest_unneeded_one_first_and_never_the_last_good
     assert steps_in(tmp_path) == [2] and "nothing, all are needed" in caplog.text and "probably fail" in caplog.text
     make_room(storage, Retention(keep_last=2, keep_every=1), {}, one, 3)  # for ever is for ever
     assert steps_in(tmp_path) == [2]
-
-
-# ---- S3 -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    """An empty bucket of an S3 server."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    with s3_server() as moto:
-        put(moto, "/bucket")
-        for name, value in (KEYS | {"AWS_ENDPOINT_URL": moto}).items():
-            monkeypatch.setenv(name, value)
-        byte_source._store.cache_clear()
-        yield moto
-    byte_source._store.cache_clear()
-
-
-def test_checkpoints_in_s3(s3, caplog):
-    folder = "s3://bucket/runs/one/checkpoints"
-    assert checkpoint.latest(folder) is None
-    for mode in MODES:
-        saver = CheckpointSaver(folder, mode, keep_last=2)
-        for step in (1, 2, 3):
-            save(saver, step + 10 * MODES.index(mode))
-        saver.close()
-    storage = open_storage(folder)
-    assert isinstance(storage, S3Storage) and storage.names() == ["step-00000022", "step-00000023"]
-    for step in (22, 23):
-        assert_loads(folder, step)
-    # A record is missing, or an object is damaged: as if it were not there.
-    storage.write(
-        "step-00000023", "rank-00000-00000.bin", [b"x" * storage.sizes("step-00000023")["rank-00000-00000.bin"]]
-    )
-    assert checkpoint.latest(folder) == 22 and "does not match its checksum" in caplog.text
-    storage.write("step-00000024", "rank-00000-00000.bin", [b"of a save that was killed"])
-    assert checkpoint.latest(folder) == 22
-    saver = CheckpointSaver(folder, keep_last=1)
-    save(saver, 24)
-    saver.close()
-    assert storage.names() == ["step-00000024"]
-    assert_loads(folder, 24)
-    weights = {"a": torch.zeros(3, 4), "b": torch.zeros(5).bfloat16(), "t": torch.zeros(3, 2)}
-    assert checkpoint.load_weights_only("s3://bucket/runs/one", weights) == 24
-    assert torch.equal(weights["a"], tensors_of(24.0)["model.a"])
-
-
-class _FaultyPuts(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_) -> None:
-        """Say nothing."""
-
-    def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        fault = self.server.faults.pop(0) if self.server.faults else self.server.forever
-        if fault == "stall":
-            time.sleep(0.5)
-        if fault in ("stall", "cut"):
-            self.close_connection = True
-            return
-        self.server.bodies.append(body if fault is None else fault)
-        self.send_response(fault or 200)
-        self.send_header("ETag", '"1"')
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-
-@pytest.fixture
-def puts(monkeypatch):
-    """A server that takes PUTs, with faults in the first of them."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _FaultyPuts) as server:
-        server.daemon_threads, server.faults, server.forever, server.bodies = True, [], None, []
-        server.handle_error = lambda *_: None  # a client that gave up is no news
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        for name, value in (KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}).items():
-            monkeypatch.setenv(name, value)
-        byte_source._store.cache_clear()
-        yield server
-        server.shutdown()
-    byte_source._store.cache_clear()
-
-
-def test_a_put_is_tried_again(puts):
-    storage = S3Storage("s3://bucket/run", HASTY)
-    puts.faults = [503, "cut", 500]
-    storage.write("step-00000001", "a.bin", [b"some", b"thing"])
-    assert puts.bodies == [503, 500, b"something"]
-    puts.faults = ["stall"]
-    storage.write("step-00000001", "b.bin", [b"more"])
-    assert puts.bodies[-1] == b"more"
-
-
-def test_a_put_that_always_fails_is_an_error(puts):
-    puts.forever = 503
-    started = time.monotonic()
-    with pytest.raises(OSError, match="s3://bucket/run"):
-        S3Storage("s3://bucket/run", HASTY).write("step-00000001", "a.bin", [b"something"])
-    assert time.monotonic() - started < 5 and puts.bodies == [503] * 4
