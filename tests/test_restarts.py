@@ -30,6 +30,17 @@ for what in plan[min(starts, len(plan) - 1)].split():
     elif what == "warned":
         signal.signal(signal.SIGUSR1, lambda *_: (stop_note.leave_note("SIGUSR1"), os._exit(0)))
         (folder / f"ready-{rank}").touch()
+    elif what == "warned_early":
+        (folder / f"ready-{rank}").touch()
+        time.sleep(1)
+        from utils.stop_signals import StopSignals
+
+        stop = StopSignals(folder)
+        while not stop.reason:
+            time.sleep(0.1)
+            stop.agree(stop.flags())
+        stop.close()
+        time.sleep(1.5)  # a further warning does no harm
     elif what.isdigit() and rank == "1":
         time.sleep(0.2)  # the note of rank 0 is there
         sys.exit(int(what))
@@ -66,9 +77,10 @@ def test_what_the_launcher_starts_again(tmp_path, plan, max_restarts, code, star
     assert "without a newer checkpoint" in printed or code != NO_PROGRESS
 
 
-def test_a_warning_reaches_the_ranks_and_their_note_comes_back(tmp_path):
+@pytest.mark.parametrize("when", ["warned", "warned_early"])  # early: no rank has a handler yet
+def test_a_warning_reaches_the_ranks_and_their_note_comes_back(tmp_path, when):
     folder = tmp_path / "run"
-    process = start(folder, ["warned"], 2)
+    process = start(folder, [when], 0)
     wait_until(lambda: len(list(folder.glob("ready-*"))) == 2)
     os.kill(process.pid, signal.SIGUSR1)
     process.join(60)

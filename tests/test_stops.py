@@ -51,8 +51,17 @@ def test_the_stop_file_stops_this_start_and_not_the_next(tmp_path, monkeypatch, 
     assert (tmp_path / "STOP").exists()  # until the run has been saved
     stop.close()
     assert asked(StopSignals(tmp_path)) == [] and not (tmp_path / "STOP").exists()
-    assert (tmp_path / "note").read_text() == "the file STOP\n"
+    assert not (tmp_path / "note").exists()  # a scheduler takes the run for complete
     assert capsys.readouterr().out == "stopped: the file STOP; the same command goes on\n"
+
+
+def test_what_did_not_come_from_a_person_is_to_be_continued(tmp_path, monkeypatch):
+    monkeypatch.setenv(stop_note.VARIABLE, str(tmp_path / "note"))
+    stop = StopSignals(tmp_path)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    stop.agree(stop.flags())
+    stop.close()
+    assert (tmp_path / "note").read_text() == "SIGUSR1\n"
 
 
 def test_a_run_that_ends_by_itself_leaves_no_note(tmp_path, monkeypatch, capsys):

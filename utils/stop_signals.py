@@ -88,9 +88,12 @@ class StopSignals:
 
     def close(self) -> None:
         """Do what a stop leaves to do, once everything is saved."""
+        # utils.torchrun repeats it, and Python would give it back its default, which kills, while the process ends.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         if not self.reason:
             return
-        leave_note(self.reason)
+        if STOP_FILE not in self.reason:  # a person's wish, which a scheduler must not undo by starting again
+            leave_note(self.reason)
         if self.is_main:
             (self.folder / STOP_FILE).unlink(missing_ok=True)  # the next start is not stopped by it
             print(f"stopped: {self.reason}; the same command goes on", flush=True)

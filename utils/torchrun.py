@@ -5,7 +5,8 @@
 - --max_restarts counts restarts in a row.  A start that finds a newer checkpoint than the last one
   (`parallel.restarts`) sets the count back, so that a run of many weeks is not ended by its fourth fault.  Without
   progress it ends with NO_PROGRESS.
-- SIGUSR1 goes to the ranks, which save and stop; torchrun itself would die of it.
+- SIGUSR1 goes to the ranks, which save and stop; torchrun itself would die of it.  They get it every second, and those
+  of a new start too, since who is still starting up ignores it.
 - It ends with TO_BE_CONTINUED when the ranks of this machine left a note that they stopped early (`utils.stop_note`).
 - What the failing rank has printed stays the last thing on the screen: no traceback and no table of torchrun's own.
   Below it, except for a configuration error (`utils.config.run_main`), one line a rank says how it ended, since a
@@ -35,13 +36,20 @@ from utils.stop_note import TO_BE_CONTINUED
 from utils.stop_note import VARIABLE as STOP
 from utils.stop_signals import LAUNCHED_AT
 
+_WARN_EVERY_S = 1.0
+
 
 class Agent(LocalElasticAgent):
     """torchrun's agent, with the rules above for restarts."""
 
     gave_up = False  # after max_restarts in a row
+    is_warned = False  # this process, by SIGUSR1
+    _warned_at = 0.0  # the ranks, last
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if Agent.is_warned and time.monotonic() - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            self._warn()
         result = super()._monitor_workers(worker_group)
         most, progress = worker_group.spec.max_restarts, Path(os.environ[PROGRESS])
         if progress.exists():
@@ -57,11 +65,18 @@ class Agent(LocalElasticAgent):
                 self.gave_up = most > 0
         return result
 
-    def pass_on(self, number: int) -> None:
-        """Send a signal to this machine's ranks."""
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
+        # Ranks inherit that it is ignored; otherwise they would die of it before they have set a handler.
+        handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            return super()._start_workers(worker_group)
+        finally:
+            signal.signal(signal.SIGUSR1, handler)
+
+    def _warn(self) -> None:
         for process in self._pcontext.pids().values() if self._pcontext else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
+                os.kill(process, signal.SIGUSR1)
 
 
 def run() -> int:
@@ -75,7 +90,7 @@ def run() -> int:
         return agents[-1]
 
     launcher.LocalElasticAgent = make_agent
-    signal.signal(signal.SIGUSR1, lambda number, frame: [agent.pass_on(number) for agent in agents])
+    signal.signal(signal.SIGUSR1, lambda number, frame: setattr(Agent, "is_warned", True))
     os.environ.setdefault(LAUNCHED_AT, str(time.monotonic()))
     with tempfile.TemporaryDirectory(prefix="torchrun-") as folder:
         notes = {STOP: "stop", FIRST_STEP: "stepped", PROGRESS: "progress"}
