@@ -8,10 +8,12 @@ import pytest
 
 from data.index import build_index
 from data.interleave import Interleaver
+from data.loader import Loader
 from data.mixture import load_mixture
 from data.mixture_order import MixtureOrder
 from data.order import GlobalOrder
 from data.plan import BatchPlan
+from data.reader import Reader
 from tests.shards import simple_samples, write_shard
 
 BATCH = 16
@@ -160,25 +162,42 @@ def test_the_same_samples_on_any_number_of_ranks(data, mixed, max_tokens):
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_random_stops_on_changing_world_sizes_lose_and_repeat_nothing(data, mixed):
-    """50 of them, two in one epoch (of 31 samples, batches of 16), one at the end of the run's 16th epoch exactly."""
+    """50 of them, two in one epoch (of 31 samples, batches of 16), one at the end of the run's 16th epoch exactly.
+
+    What is compared is what loaders hand out, of any number of ranks and threads, with what the undisturbed order has.
+    """
+    index, num_steps = data[0], 200
     undisturbed = plan_of(data, mixed)
-    expected = [Counter(undisturbed.global_batch(step)) for step in range(200)]
-    rng, state = random.Random(1), undisturbed.state(0)
-    stops = sorted({31, 124, 125, *rng.sample([n for n in range(1, 200) if n not in (31, 124, 125)], 47)})
+    expected = [Counter(undisturbed.global_batch(step)) for step in range(num_steps)]
+    rng, state, visits = random.Random(1), undisturbed.state(0), Counter()
+    stops = sorted({31, 124, 125, *rng.sample([n for n in range(1, num_steps) if n not in (31, 124, 125)], 47)})
     assert len(stops) == 50
-    for first, last in zip([0, *stops], [*stops, 200], strict=True):
-        num_ranks = rng.choice([1, 2, 4])
-        plans = [plan_of(data, mixed, num_ranks, rank, rng.choice([60, 300])) for rank in range(num_ranks)]
-        max_tokens = plans[0].max_tokens
+    ways = [(num_ranks, num_workers) for num_ranks in (1, 2, 4) for num_workers in (0, 1, 2)]
+    for life, (first, last) in enumerate(zip([0, *stops], [*stops, num_steps], strict=True)):
+        num_ranks, num_workers = ways[life % len(ways)]
+        max_tokens = rng.choice([60, 300])
+        plans = [plan_of(data, mixed, num_ranks, rank, max_tokens) for rank in range(num_ranks)]
         for plan in plans:
-            plan.max_tokens = max_tokens
             plan.load_state(state)
+        reader = Reader(index)
+        loaders = [Loader(reader, plan, first, num_workers, 2, needs_pixels=lambda key: False) for plan in plans]
         for step in range(first, last):
-            dealt = [plan.micro_batches(step) for plan in plans]
-            assert Counter(p for rank in dealt for micro in rank for p in micro if p.weight) == expected[step]
-        plans[0].micro_batches(last + 3)  # read ahead
-        state = json.loads(json.dumps(plans[0].state(last)))
+            ranks = [loader.next_step() for loader in loaders]
+            assert len({len(rank) for rank in ranks}) == 1
+            seen = [s for rank in ranks for micro in rank for s in micro if s.plan.weight]
+            assert all(sample.key == index.key(sample.plan.index) for sample in seen)
+            assert Counter(sample.plan for sample in seen) == expected[step]
+            visits.update((sample.plan.group, sample.plan.epoch, sample.plan.index) for sample in seen)
+        state = json.loads(json.dumps(plans[0].state(last)))  # two steps more are read ahead
         assert len(json.dumps(state)) < 4096
+        for loader in loaders:
+            loader.close()
+    assert visits.total() == num_steps * BATCH
+    assert set(visits.values()) == {1}  # nothing twice in an epoch of a group
+    if not mixed:
+        num_epochs, rest = divmod(num_steps * BATCH, len(index))
+        whole = [epoch for epoch, count in Counter(epoch for _, epoch, _ in visits).items() if count == len(index)]
+        assert sorted(whole) == list(range(num_epochs)) and rest
 
 
 def test_the_largest_state_is_small():
