@@ -186,9 +186,7 @@ def main(cfg: Config) -> None:
     set_up_logging(folder, is_main(), dist.get_rank())
 
     # ---- 2. Frozen encoders -----------------------------------------------------------------------------------------
-    encoders = Encoders(cfg.model, device, dtype, cfg.latents_cache_gib, cfg.text_cache_gib)
-    if cfg.shard_text_encoder:
-        shard_frozen(encoders.text.language_model, weights_mesh(mesh)["dp_shard"])
+    encoders = Encoders(cfg.model, device, dtype, cfg.latents_cache_gib, cfg.text_cache_gib, load=False)
 
     # ---- 3. Data ----------------------------------------------------------------------------------------------------
     cache = Path(cfg.cache_folder)
@@ -199,6 +197,12 @@ def main(cfg: Config) -> None:
         build_index(list(paths), text.count_tokens, text.tokenizer_id, cache, *ranks, encoded_by=encoders.identity)
         for paths in (shards, val_shards)
     )
+    if index.is_encoded() and val_index.is_encoded():
+        encoders.keep_only((*cfg.sample_prompts, " ") if cfg.sample_every else ())  # nothing else is ever encoded
+    else:
+        encoders.load()
+    if cfg.shard_text_encoder and encoders.text.has_weights:
+        shard_frozen(encoders.text.language_model, weights_mesh(mesh)["dp_shard"])
     mixture.check_reweight(cfg.reweight, cfg.eval_every)
     order = MixtureOrder(index, mixture, [*shards.values()], cfg.global_batch_size, cfg.seed, cfg.shuffle_shards)
     plan = BatchPlan(

@@ -78,6 +78,10 @@ class Index:
                     "it was encoded with, or encode the raw shards again (python -m tools.prepare_encode)"
                 )
 
+    def is_encoded(self) -> bool:
+        """Return whether every sample is encoded, so that training on them takes no encoder.  Looks at every part."""
+        return bool(self.summary.encoded_by) and all(self._part(n).is_encoded() for n in range(len(self.shards)))
+
     def _locate(self, i: int) -> tuple[int, int]:
         if not 0 <= i < len(self):
             raise IndexError(i)

@@ -125,6 +125,11 @@ class IndexPart:
         file = map_columns(path, verify)
         return file and cls(file)
 
+    def is_encoded(self) -> bool:
+        """Return whether each of its samples is encoded."""
+        ends = self._file["encoded_end"]
+        return bool((np.diff(ends, prepend=ends.dtype.type(0)) > 0).all())
+
     def record(self, row: int, shard: int, shard_name: str) -> SampleRecord:
         """Return the record of a row."""
         file, captions, weights = self._file, {}, {}

@@ -4,6 +4,7 @@ One picture and one caption at a time: what a sample is encoded to never depends
 exists that anything could attend to.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -16,6 +17,8 @@ from torch import Tensor
 from model.encoder_identity import folder_identity
 from model.text_encoder import TextEncoder
 from model.vae import ImageVAE
+
+log = logging.getLogger("train")
 
 
 class TensorCache:
@@ -54,7 +57,10 @@ class Encoders:
     """VAE and text encoder of the folder `model`, on `device`, computing in `dtype`.
 
     with_vision: so that the text encoder sees the pictures of edits.
+    load: whether the weights are read now; otherwise `load` or `keep_only` is to be called before anything is encoded.
     """
+
+    vae: ImageVAE | None
 
     def __init__(
         self,
@@ -64,13 +70,39 @@ class Encoders:
         latents_cache_gib: float = 1.0,
         text_cache_gib: float = 0.5,
         with_vision: bool = False,
+        load: bool = True,
     ):
         self.folder = Path(model)
-        self.vae = ImageVAE.from_folder(Path(model) / "vae", device, dtype)
-        self.text = TextEncoder.from_folder(model, device, dtype, with_vision)
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self._with_vision = device, dtype, with_vision
+        self.vae, self.text = None, TextEncoder.tokenizer_only(model)
+        self._kept_prompts: dict[str, Tensor] = {}
+        if load:
+            self.load()
         self.latents_cache = TensorCache(int(latents_cache_gib * 2**30))
         self.text_cache = TensorCache(int(text_cache_gib * 2**30))
+
+    def load(self) -> None:
+        """Read the weights that are not there.  Raises: ValueError if a folder, a file or a weight is missing."""
+        if self.vae is None:
+            self.vae = ImageVAE.from_folder(self.folder / "vae", self.device, self.dtype)
+        if not self.text.has_weights:
+            if not (folder := self.folder / "text_encoder").is_dir():
+                raise ValueError(f"no text_encoder/ in {self.folder}; give a folder in the released layout")
+            self.text.load_weights(folder, self.device, self.dtype, self._with_vision)
+
+    def keep_only(self, prompts: Sequence[str]) -> None:
+        """Do without the text encoder, where all data is encoded: keep the states of some prompts, for samples.
+
+        Without prompts nothing is ever decoded either, and the VAE is not read.
+        """
+        if prompts:
+            self.load()
+            self._kept_prompts |= {prompt: self.text.encode(prompt) for prompt in prompts}
+            self.text.drop_weights()
+        left_out = ("text_encoder",) if prompts else ("text_encoder", "vae")
+        size = sum(file.stat().st_size for name in left_out for file in (self.folder / name).glob("*.safetensors"))
+        names = " and ".join(left_out)
+        log.info("all samples are encoded: %s (%.2f GiB in its files) stays out of memory", names, size / 2**30)
 
     def needs_picture(self, key: str) -> bool:
         """Return whether `moments` would ask for this picture's pixels.  Safe from any thread."""
@@ -133,6 +165,8 @@ class Encoders:
         """
         if encoded is not None:
             return encoded.to(self.device, self.dtype)
+        if pictures is None and caption in self._kept_prompts:
+            return self._kept_prompts[caption]
         kept = caption if pictures is None else f"{key}\0{len(pictures)} pictures\0{caption}"
         if pictures and key is None:
             return self.text.encode(caption, pictures)

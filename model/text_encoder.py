@@ -145,17 +145,12 @@ class TextEncoder(nn.Module):
         with_vision: the vision tower and the output layer as well, which encoding text alone does without.
         Raises: ValueError if a folder, a file or a weight is missing.
         """
-        folders = Path(model_folder) / "tokenizer", Path(model_folder) / "text_encoder"
-        for folder in folders:
-            if not folder.is_dir():
-                raise ValueError(f"no {folder.name}/ in {model_folder}; give a folder in the released layout")
-        with _quiet_transformers():
-            tokenizer, model = _load_tokenizer(folders[0]), _load_model(folders[1], dtype)
-        encoder = cls(
-            tokenizer, model.model.language_model, _tokenizer_id(folders[0]), model if with_vision else None,
-            _geometry(folders[1]), _is_labelled(Path(model_folder)),
-        )  # fmt: skip
-        return encoder.to(device).eval().requires_grad_(False)
+        for name in ("tokenizer", "text_encoder"):
+            if not (Path(model_folder) / name).is_dir():
+                raise ValueError(f"no {name}/ in {model_folder}; give a folder in the released layout")
+        encoder = cls.tokenizer_only(model_folder)
+        encoder.load_weights(Path(model_folder) / "text_encoder", device, dtype, with_vision)
+        return encoder
 
     @classmethod
     def tokenizer_only(cls, model_folder: str | Path) -> "TextEncoder":
@@ -172,6 +167,22 @@ class TextEncoder(nn.Module):
                 _load_tokenizer(folder), nn.Identity(), _tokenizer_id(folder),
                 geometry=_geometry(folder.with_name("text_encoder")), labels_pictures=_is_labelled(Path(model_folder)),
             )  # fmt: skip
+
+    def load_weights(self, folder: Path, device: torch.device, dtype: torch.dtype, with_vision: bool = False) -> None:
+        """Read the weights of a `text_encoder/` folder.  Raises: ValueError if a file or a weight is missing."""
+        with _quiet_transformers():
+            model = _load_model(folder, dtype)
+        self.language_model, self.vlm = model.model.language_model, model if with_vision else None
+        self.to(device).eval().requires_grad_(False)
+
+    def drop_weights(self) -> None:
+        """Keep the tokenizer alone."""
+        self.language_model, self.vlm = nn.Identity(), None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can encode."""
+        return not isinstance(self.language_model, nn.Identity)
 
     @property
     def edit_tokenizer_id(self) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from data.reader import Reader
 from model.encoder_identity import folder_identity
 from model.encoders import Encoders
 from model.mmdit import MMDiT, MMDiTConfig
+from tests.script_runs import run_script
 from tests.shards import simple_samples, write_shard
 from tools.prepare_encode import MemberEncoder, encode_shards
 
@@ -311,3 +313,26 @@ def test_the_writer_of_prepare(encoders, raw):
 def test_fitting_sizes():
     sizes = [(640, 640), (256, 256), (1328, 1328)]
     assert fitting_size(sizes, 640 * 640) == (640, 640) and fitting_size(sizes, 10**9) == (1328, 1328)
+
+
+def test_a_run_on_encoded_shards_alone_does_without_the_text_encoder(raw, coded, tmp_path):
+    """Losses and sample pictures are those of a run on the raw shards, to the bit; and the log says what is saved."""
+    flags = [
+        "--num_steps", "1", "--global_batch_size", "8", "--max_tokens_per_micro_batch", "2000", "--eval_every", "1",
+        "--eval_samples", "2", "--save_every", "0", "--log_every", "1", "--sample_prompts", "狗脸", "a dog",
+        "--sample_steps", "1", "--cache_folder", str(tmp_path / "cache"),
+    ]  # fmt: skip
+    losses_of, pictures, left_out = {}, {}, {}
+    runs = (("raw", raw, "1"), ("coded", coded[torch.float32], "1"), ("no samples", coded[torch.float32], "0"))
+    for name, index, sample_every in runs:
+        data = ["--data", str(Path(index.shards[0]).parent), "--run_folder", str(tmp_path / name)]
+        code, printed = run_script("train_mmdit.py", [*flags, *data, "--sample_every", sample_every])
+        assert code == 0, printed
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses_of[name] = [{key: value for key, value in line.items() if "loss" in key} for line in lines]
+        pictures[name] = {path.name: path.read_bytes() for path in (tmp_path / name / "samples").glob("*.png")}
+        left_out[name] = re.findall(r"all samples are encoded: (.*) \(0\.0", printed)
+    assert [set(line) & {"loss", "val_loss"} for line in losses_of["raw"]].count({"val_loss"}) == 2
+    assert losses_of["raw"] == losses_of["coded"] == losses_of["no samples"]
+    assert len(pictures["raw"]) == 2 and pictures["raw"] == pictures["coded"]
+    assert left_out == {"raw": [], "coded": ["text_encoder"], "no samples": ["text_encoder and vae"]}
