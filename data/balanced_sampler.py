@@ -12,6 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from data.epoch_quotas import EpochQuotas, whole_weights
 from data.index import Index
+from data.index_part import Kind
 from data.interleave import Interleaver
 from data.order import SampleRef
 from data.permutation import permutation_keys, permute
@@ -40,6 +41,8 @@ class CategoryBalancedSampler(DistributedSampler):
     it on any number of ranks.  As the order of a BatchPlan, which deals batches itself: `batch`, `state`, `load_state`.
     """
 
+    reconstructs = False  # as an order: whether a visit can be a reconstruction
+
     def __init__(
         self,
         categories: Sequence[str] | Index,
@@ -48,6 +51,7 @@ class CategoryBalancedSampler(DistributedSampler):
         rank: int | None = None,
         seed: int = 0,
         global_batch_size: int | None = None,
+        edits_only: bool = False,
     ):
         """Balance categories.
 
@@ -55,8 +59,9 @@ class CategoryBalancedSampler(DistributedSampler):
         shares: of each category, on any scale; one that is not named has none.  None = all alike.
         num_replicas, rank: None = those of torch.distributed, or one alone where it is not used.
         global_batch_size: samples a step over all ranks; None = one a rank.
+        edits_only: of an index; what is no edit is then left out, and its number logged.
         Raises: ValueError for a share of no known category, one that is no number from 0 on, none above 0, no sample,
-        or a global_batch_size below 1.
+        no edit, or a global_batch_size below 1.
         """
         distributed = dist.is_available() and dist.is_initialized()
         if num_replicas is None:
@@ -67,15 +72,17 @@ class CategoryBalancedSampler(DistributedSampler):
         self.global_batch_size = num_replicas if global_batch_size is None else global_batch_size
         if self.global_batch_size < 1:
             raise ValueError(f"--global_batch_size must be at least 1, got {self.global_batch_size}")
-        members = _by_category(categories)
+        members = _by_category(categories, edits_only)
+        if edits_only and len(categories):
+            _check_edits(len(categories), sum(map(len, members.values())))
         self.shares = _checked(shares, members)
         self._members = [members[name] for name in self.shares]
         weights = whole_weights(self.shares)
         taken = sum(len(some) for some in self._members)
-        if unused := len(categories) - taken:
+        if unused := sum(map(len, members.values())) - taken:
             without = ", ".join(repr(name) for name in members if name not in self.shares)
             log.warning("%d of %d samples are of categories without a share (%s): never visited",
-                        unused, len(categories), without)  # fmt: skip
+                        unused, sum(map(len, members.values())), without)  # fmt: skip
         self.steps_per_epoch = max(1, taken // self.global_batch_size)
         self.total_size = self.steps_per_epoch * self.global_batch_size  # samples an epoch, over all ranks
         self.num_samples = self.total_size // num_replicas
@@ -88,8 +95,7 @@ class CategoryBalancedSampler(DistributedSampler):
     # ---- The order of a BatchPlan -----------------------------------------------------------------------------------
     def batch(self, step: int) -> list[SampleRef]:
         """Return the samples of global batch `step`, counted through all epochs, in order."""
-        epoch, here = divmod(step, self.steps_per_epoch)
-        dealer = self._dealer(epoch, self._resumed is not None and self._resumed[:2] <= (epoch, here))
+        epoch, here, dealer = self._at(step)
         categories, dealt = np.array(dealer.step(here)), dealer.counts(here)
         quotas, before = self._quotas.quotas(epoch), self._quotas.before(epoch)
         refs: list[SampleRef | None] = [None] * len(categories)
@@ -100,10 +106,15 @@ class CategoryBalancedSampler(DistributedSampler):
                 refs[place] = ref
         return refs
 
+    def counts(self, step: int) -> dict[str, int]:
+        """Return how many samples of each category were visited before a step."""
+        epoch, here, dealer = self._at(step)
+        pairs = zip(self._quotas.before(epoch), dealer.counts(here), strict=True)
+        return dict(zip(self.shares, map(sum, pairs), strict=True))
+
     def state(self, step: int) -> dict:
         """Return what continues the order at a step: of each category two whole numbers."""
-        epoch, here = divmod(step, self.steps_per_epoch)
-        dealer = self._dealer(epoch, self._resumed is not None and self._resumed[:2] <= (epoch, here))
+        epoch, here, dealer = self._at(step)
         owed, dealt = self._quotas.owed(epoch), dealer.counts(here)
         return {"balance": self._digest(), "step": step, "owed": owed, "dealt": dealt}
 
@@ -179,6 +190,11 @@ class CategoryBalancedSampler(DistributedSampler):
             )
 
     # ---- Both -------------------------------------------------------------------------------------------------------
+    def _at(self, step: int) -> tuple[int, int, Interleaver]:
+        """Return a step's epoch, its place there, and what deals that epoch."""
+        epoch, here = divmod(step, self.steps_per_epoch)
+        return epoch, here, self._dealer(epoch, self._resumed is not None and self._resumed[:2] <= (epoch, here))
+
     def _new_dealer(self, epoch: int, resumed: bool) -> Interleaver:
         """Return what deals an epoch's places to categories; `resumed`: it may begin where a state was loaded."""
         quotas = self._quotas.quotas(epoch)
@@ -228,8 +244,8 @@ class _Members:
 class _IndexMembers:
     """The samples of one category of an index, counted through its shards; no list of them is made."""
 
-    def __init__(self, index: Index, category: str):
-        self._index, self._kinds = index, frozenset(kind for kind in index.summary.kinds if kind[0] == category)
+    def __init__(self, index: Index, kinds: frozenset[Kind]):
+        self._index, self._kinds = index, kinds
         self._ends = np.cumsum(index.summary.count(self._kinds))
 
     def __len__(self) -> int:
@@ -242,15 +258,28 @@ class _IndexMembers:
         return self._index.of_kinds(shard, self._kinds, place)
 
 
-def _by_category(categories: Sequence[str] | Index) -> dict[str, _Members | _IndexMembers]:
+def _by_category(categories: Sequence[str] | Index, edits_only: bool) -> dict[str, _Members | _IndexMembers]:
     """Return the samples of each category, names sorted."""
     if isinstance(categories, Index):
-        names = sorted({kind[0] for kind in categories.summary.kinds})
-        return {name: _IndexMembers(categories, name) for name in names}
+        kinds = [kind for kind in categories.summary.kinds if kind.is_edit or not edits_only]
+        names = sorted({kind.category for kind in kinds})
+        return {
+            name: _IndexMembers(categories, frozenset(kind for kind in kinds if kind.category == name))
+            for name in names
+        }
     numbers: dict[str, list[int]] = {}
     for i, name in enumerate(categories):
         numbers.setdefault(name, []).append(i)
     return {name: _Members(np.array(numbers[name], np.int64)) for name in sorted(numbers)}
+
+
+def _check_edits(num_samples: int, num_edits: int) -> None:
+    """Say how many samples are no edits.  Raises: ValueError if none is."""
+    others = f'{num_samples - num_edits} of {num_samples} samples are no edits: their .json has no "references"'
+    if not num_edits:
+        raise ValueError(f"{others}; give shards of edits (tools.prepare makes them), [] where there is no reference")
+    if num_edits < num_samples:
+        log.warning("%s; never visited", others)
 
 
 def _checked(shares: Mapping[str, float] | None, known: Mapping[str, object]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from data.captions import decode_text
 from data.edit_plan import EditPlan
 from data.images import MULTIPLE, decode_image, fit
-from data.reference_size import Size, area_size
+from data.reference_size import Size, area_size, clipped_area_size
 
 CATEGORIES = ("recolor", "replace", "transform", "add", "remove", "background", "move", "text", "other")
 MAX_REFERENCES = 3
@@ -109,8 +109,19 @@ def decode_reference(data: bytes, vae_area: int, condition_area: int) -> Referen
     return ReferencePicture(*(_scaled(image, area) for area in (vae_area, condition_area)))
 
 
+def scaled_reference(pixels: Tensor, vae_area: int, condition_area: int) -> ReferencePicture:
+    """Scale a picture, uint8 (3, H, W), for both encoders, as a reference to itself; too thin a one is squashed."""
+    image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    sizes = [clipped_area_size(image.height, image.width, area) for area in (vae_area, condition_area)]
+    return ReferencePicture(*(_resized(image, size) for size in sizes))
+
+
 def _scaled(image: Image.Image, area: int) -> Tensor:
-    height, width = area_size(image.height, image.width, area)
+    return _resized(image, area_size(image.height, image.width, area))
+
+
+def _resized(image: Image.Image, size: Size) -> Tensor:
+    height, width = size
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
@@ -146,24 +157,24 @@ def token_weights(mask: Tensor | None, grid: tuple[int, int, int], inside: float
 
 def check_edit_values(config) -> None:
     """Raise ValueError for what a run's configuration says of edits and no later check would explain."""
-    for name in ("normalize", "instruction_dropout", "zh_share"):
-        if not 0.0 <= getattr(config, name) <= 1.0:
+    for name in ("normalize", "instruction_dropout", "caption_dropout", "zh_share"):
+        if not 0.0 <= getattr(config, name, 0.0) <= 1.0:
             raise ValueError(f"--{name} is a probability, got {getattr(config, name)}")
     for name in ("reference_pixels", "condition_pixels"):
         if getattr(config, name) < MIN_AREA:
             raise ValueError(f"--{name} is an area in pixels, at least {MIN_AREA}, got {getattr(config, name)}")
     if not 0.0 < config.region_weight < math.inf:
         raise ValueError(f"--region_weight must be above 0, got {config.region_weight}")
-    if config.zero and config.optimizer != "adamw":
+    if getattr(config, "zero", False) and config.optimizer != "adamw":
         raise ValueError("--zero shares out AdamW's state: add --optimizer adamw")
-    if config.lora_rank and "renderer" not in config.train:
+    if config.lora_rank and "renderer" not in getattr(config, "train", "renderer"):
         raise ValueError("--lora_rank is for the renderer, and --train leaves it out")
 
 
-def parse_shares(shares: Iterable[str]) -> dict[str, float] | None:
-    """Return {category: share} of texts like "remove=2"; None without any: all alike.
+def parse_shares(shares: Iterable[str], flag: str = "--shares", example: str = "remove=2") -> dict[str, float] | None:
+    """Return {name: share} of texts like "remove=2"; None without any.
 
-    Raises: ValueError for anything else.
+    flag, example: for the message.  Raises: ValueError for anything else.
     """
     found = {}
     for text in shares:
@@ -173,5 +184,5 @@ def parse_shares(shares: Iterable[str]) -> dict[str, float] | None:
         except ValueError:
             separator = ""
         if not separator or not 0 <= found[category] < float("inf"):
-            raise ValueError(f"--shares takes category=number with numbers from 0 on, such as remove=2, got {text!r}")
+            raise ValueError(f"{flag} takes name=number with numbers from 0 on, such as {example}, got {text!r}")
     return found or None

@@ -9,7 +9,7 @@ from data.index_part import IndexedSample, IndexPart, PartNotes, write_part
 from data.index_summary import IndexSummary
 from data.versions import Version, identity
 
-FORMAT = "6"
+FORMAT = "7"
 Found = tuple[list[IndexedSample], list[tuple[str, str]]]
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,10 +18,21 @@ from data.images import MULTIPLE, fitted_size
 
 META_EXTENSIONS = ("json", "txt")
 _NUMBERS = ("image_offset", "image_size", "image_crc32", "meta_offset", "meta_size", "meta_crc32", "height", "width")
-Kind = tuple[str, tuple[str, ...]]  # what mixtures tell samples apart by: category and languages of the captions
-
-
 _REFERENCE = ("offset", "size", "crc32", "height", "width")
+
+
+class Kind(NamedTuple):
+    """What mixtures tell samples apart by."""
+
+    category: str
+    languages: tuple[str, ...]  # of the captions, sorted
+    is_edit: bool = False
+
+    @classmethod
+    def from_json(cls, value: list) -> "Kind":
+        """Take what a file's notes say."""
+        category, languages, is_edit = value
+        return cls(category, tuple(languages), is_edit)
 
 
 @dataclass(frozen=True)
@@ -77,8 +89,8 @@ class SampleRecord:
 
     @property
     def kind(self) -> Kind:
-        """Its category and the languages it has captions in."""
-        return self.group, tuple(sorted(self.caption_tokens))
+        """What mixtures tell it apart by."""
+        return Kind(self.group, tuple(sorted(self.caption_tokens)), self.references is not None)
 
 
 @dataclass(frozen=True)
@@ -102,8 +114,7 @@ class PartNotes:
     @classmethod
     def from_json(cls, notes: dict) -> "PartNotes":
         """Take what `write_part` noted."""
-        kinds = [(category, tuple(languages)) for category, languages in notes["kinds"]]
-        return cls(**notes | {"kinds": kinds})
+        return cls(**notes | {"kinds": list(map(Kind.from_json, notes["kinds"]))})
 
 
 class IndexPart:
@@ -147,7 +158,7 @@ class IndexPart:
             shard,
             *(int(file[name][row]) for name in _NUMBERS),
             meta_extension=META_EXTENSIONS[file["meta_extension"][row]],
-            group=self.notes.kinds[file["kind"][row]][0],
+            group=self.notes.kinds[file["kind"][row]].category,
             caption_tokens=captions,
             caption_weights=weights,
             encoded_sizes=tuple(
@@ -197,8 +208,9 @@ class IndexedSample:
 
     @property
     def kind(self) -> Kind:
-        """Its category and the languages it has captions in."""
-        return self.group, tuple(sorted({language for language, _, _ in self.captions}))
+        """What mixtures tell it apart by."""
+        languages = tuple(sorted({language for language, _, _ in self.captions}))
+        return Kind(self.group, languages, self.references is not None)
 
 
 def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[tuple[str, str]]) -> None:
@@ -231,7 +243,8 @@ def write_part(path: Path, samples: Sequence[IndexedSample], rejects: Sequence[t
     }
     if any(sample.references is not None for sample in samples):
         columns |= _edit_columns(samples)
-    content = json.dumps([hash_columns(columns), prefix, list(number_of), encoded_by])  # rejects do not count
+    told_apart = [kind[:2] for kind in number_of]  # what is an edit is in the columns
+    content = json.dumps([hash_columns(columns), prefix, told_apart, encoded_by])  # rejects do not count
     notes = {
         "num_samples": len(samples),
         "num_rejects": len(rejects),

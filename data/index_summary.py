@@ -55,7 +55,7 @@ class IndexSummary:
             return None
         columns = {name: file[name].copy() for name in _COLUMNS}
         columns["digests"] = columns["digests"].reshape(len(columns["num_samples"]), -1)
-        kinds = [(category, tuple(languages)) for category, languages in file.notes["kinds"]]
+        kinds = list(map(Kind.from_json, file.notes["kinds"]))
         return cls(**columns, kinds=kinds, encoded_by=[tuple(pair) for pair in file.notes["encoded_by"]])
 
     def count(self, kinds: Collection[Kind]) -> np.ndarray:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from data.captions import language_of
 from data.instruction_rules import LANGUAGES, QUOTED, RuleBook, rule_book
+from utils.random_streams import uniform
 
 MAX_LENGTH = 300  # characters; nobody is that long about one edit
 _QUOTE = re.compile(
@@ -45,6 +46,16 @@ def normalize(instruction: str, language: str | None = None, subject: str | None
     if rule is not None and _canonical(text, language, subject)[0] == text:
         return Normalized(text, rule, instruction)
     return Normalized(instruction, None, instruction)
+
+
+def trained_wording(sample, probability: float, seed: int) -> str:
+    """Return a sample's caption, or of an edit with a probability the canonical wording of its instruction.
+
+    sample: a `data.reader.Sample`; the draw belongs to (seed, epoch, sample).
+    """
+    if sample.references is None or sample.plan.reconstructs:
+        return sample.caption
+    return choose_wording(sample.caption, probability, uniform(seed, sample.plan.epoch, sample.key, "normalize"))
 
 
 def choose_wording(instruction: str, probability: float, draw: float) -> str:

@@ -1,17 +1,19 @@
-"""Mixtures: which sources a run reads, and in what shares it visits their groups of samples."""
+"""Mixtures: which sources a run reads, and in what shares it visits their groups of samples, for which tasks."""
 
 import json
 import logging
 import math
 import tomllib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
 from data.captions import LANGUAGES
+from data.edit import parse_shares
 from data.index_part import SampleRecord
 from data.shards import expand_shards
+from data.tasks import DEFAULT_SHARES, EDIT, MIXED, RECONSTRUCTION, T2I, TASKS, own_task
 
 log = logging.getLogger("train")
 MIXTURE_SUFFIXES = (".toml", ".json")
@@ -29,30 +31,40 @@ class Source:
 
 @dataclass(frozen=True)
 class Group:
-    """Samples with a caption in `language`, of a category and a source; None = any.  Its share by step."""
+    """Samples with a caption in `language`, of a category and a source; None = any.  Its share by step.
+
+    task: what they are visited for; None = what they are samples of, text-to-image or edits.
+    """
 
     share: Points = ((0, 1.0),)
     source: str | None = None
     language: str | None = None
     category: str | None = None
+    task: str | None = field(default=None, repr=False)  # runs from before there were tasks are resumed
 
     @property
     def name(self) -> str:
         """What metrics call it."""
-        return "-".join(part or "none" for part in (self.source, self.language, self.category) if part is not None)
+        parts = (self.task, self.source, self.language, self.category)
+        return "-".join(part or "none" for part in parts if part is not None)
 
-    def takes(self, source: str | None, language: str, category: str) -> bool:
+    def takes(self, source: str | None, language: str, category: str, task: str) -> bool:
         """Return whether a visit is of this group; a source of None is unknown and fits all."""
         return (
             (self.source is None or source is None or self.source == source)
             and self.language in (None, language)
             and self.category in (None, category)
+            and (self.task == task or self.task is None and task != RECONSTRUCTION)
         )
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources, and groups with shares.  A sample's caption belongs to the first group that takes it."""
+    """Sources, and groups with shares.
+
+    A sample's caption belongs to the first group that takes it; its picture, to be reconstructed, likewise to the first
+    group of that task.
+    """
 
     sources: dict[str, Source]
     groups: tuple[Group, ...]
@@ -82,6 +94,36 @@ class Mixture:
             log.warning("no --validation_data: validation looks at the training samples")
         return found
 
+    def for_task(self, task: str, shares: Mapping[str, float] | None = None) -> "Mixture":
+        """Return the mixture as a run of --task visits it.
+
+        task: t2i or edit: of all groups.  mixed: of each group what it says; of data that is no mixture file a group
+        for each task that has a share.
+        shares: of tasks, for that; None = DEFAULT_SHARES.
+        Raises: ValueError if a group or `shares` does not go with the task.
+        """
+        if task not in (T2I, EDIT, MIXED):
+            raise ValueError(f"--task must be {T2I}, {EDIT} or {MIXED}, got {task!r}")
+        is_plain = self.groups == (Group(),)
+        if shares and (task != MIXED or not is_plain):
+            raise ValueError(
+                "--task_shares is for --task mixed with --data that is no mixture file; in such a file each group says "
+                'its share and task, as in share = 0.1, task = "reconstruction"'
+            )
+        if task != MIXED:
+            if wrong := [group.name for group in self.groups if group.task not in (None, task)]:
+                raise ValueError(f"--task {task}, but the mixture's group {wrong[0]!r} is of another; use --task mixed")
+            return self if task == T2I else replace(self, groups=tuple(replace(g, task=task) for g in self.groups))
+        if not is_plain:
+            return self
+        shares = shares or DEFAULT_SHARES
+        if unknown := shares.keys() - set(TASKS):
+            raise ValueError(f"--task_shares takes {', '.join(TASKS)}, got {sorted(unknown)[0]!r}")
+        named = [Group(((0, shares[task]),), task=task) for task in TASKS if shares.get(task)]
+        if not named:
+            raise ValueError("--task_shares: all shares are zero; give one task more")
+        return replace(self, groups=tuple(named))
+
     def check_reweight(self, strength: float, eval_every: int) -> None:
         """Raise ValueError if --reweight has nothing to work with."""
         if not 0 <= strength < math.inf:
@@ -89,9 +131,9 @@ class Mixture:
         if strength and not (self.group_names and eval_every):
             raise ValueError("--reweight needs a mixture of several groups as --data, and --eval_every above 0")
 
-    def group_of(self, source: str | None, language: str, category: str) -> int | None:
+    def group_of(self, source: str | None, language: str, category: str, task: str) -> int | None:
         """Return the number of the group that takes a visit, or None."""
-        taking = (n for n, group in enumerate(self.groups) if group.takes(source, language, category))
+        taking = (n for n, group in enumerate(self.groups) if group.takes(source, language, category, task))
         return next(taking, None)
 
     def group_of_record(self, record: SampleRecord, language: str, sources: Sequence[str]) -> int | None:
@@ -100,7 +142,8 @@ class Mixture:
         sources: of each shard the name of its source; one that is not this mixture's fits all groups.
         """
         source = sources[record.shard]
-        return self.group_of(source if source in self.sources else None, language, record.group)
+        task = own_task(record.references is not None)
+        return self.group_of(source if source in self.sources else None, language, record.group, task)
 
     @cached_property
     def group_names(self) -> tuple[str, ...]:
@@ -108,13 +151,16 @@ class Mixture:
         return tuple(group.name for group in self.groups) if len(self.groups) > 1 else ()
 
 
-def load_mixture(data: str) -> Mixture:
+def load_mixture(data: str, task: str | None = None, task_shares: Sequence[str] = ()) -> Mixture:
     """Return the mixture that a .toml or .json file describes; of any other data, all samples in one group.
 
+    task, task_shares: as --task and --task_shares say, see `Mixture.for_task`; None = as the file says.
     Raises: ValueError that names the file, the field, what it holds and what it should hold.
     """
+    shares = parse_shares(task_shares, "--task_shares", "edit=4")
     if Path(data).suffix not in MIXTURE_SUFFIXES:
-        return Mixture({"": Source(data)}, (Group(),))
+        plain = Mixture({"": Source(data)}, (Group(),))
+        return plain.for_task(task, shares) if task else plain
     try:
         text = Path(data).read_text(encoding="utf-8-sig")
         content = json.loads(text) if data.endswith(".json") else tomllib.loads(text)
@@ -123,7 +169,8 @@ def load_mixture(data: str) -> Mixture:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the mixture {data} is no {Path(data).suffix[1:].upper()}: {error}") from error
     try:
-        return _mixture(content)
+        mixture = _mixture(content)
+        return mixture.for_task(task, shares) if task else mixture
     except ValueError as error:
         raise ValueError(f"mixture {data}: {error}") from error
 
@@ -147,7 +194,7 @@ def _mixture(content: object) -> Mixture:
 def _source(where: str, value: object) -> Source:
     if isinstance(value, str):
         value = {"data": value}
-    _check_fields(where, value, {field.name for field in fields(Source)}, {"data"})
+    _check_fields(where, value, {f.name for f in fields(Source)}, {"data"})
     for name, text in value.items():
         if not isinstance(text, str) or not text or Path(text).suffix in MIXTURE_SUFFIXES:
             raise ValueError(f"{where}.{name} must be a built-in set, a folder or a glob of .tar files, got {text!r}")
@@ -155,8 +202,8 @@ def _source(where: str, value: object) -> Source:
 
 
 def _group(where: str, value: object, sources: dict[str, Source]) -> Group:
-    _check_fields(where, value, {field.name for field in fields(Group)}, {"share"})
-    for name, known in (("source", tuple(sources)), ("language", LANGUAGES)):
+    _check_fields(where, value, {f.name for f in fields(Group)}, {"share"})
+    for name, known in (("source", tuple(sources)), ("language", LANGUAGES), ("task", TASKS)):
         if name in value and value[name] not in known:
             raise ValueError(f"{where}.{name} must be one of {', '.join(known)}, got {value[name]!r}")
     if not isinstance(value.get("category", ""), str):

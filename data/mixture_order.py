@@ -12,6 +12,7 @@ from data.index_part import Kind
 from data.interleave import Interleaver
 from data.mixture import Mixture
 from data.order import DEFAULT_SHUFFLE_SHARDS, GlobalOrder, SampleRef
+from data.tasks import RECONSTRUCTION, own_task
 
 log = logging.getLogger("train")
 _FACTOR_STEPS = 64  # factors are multiples of one part of so many: rounding errors of a loss do not change them
@@ -41,17 +42,24 @@ class MixtureOrder:
         self._owned = {source: _owned_kinds(index, mixture, source) for source in dict.fromkeys(sources)}
         self._streams = [_Stream(index, [self._owned[s][n] for s in sources]) for n in range(len(mixture.groups))]
         for group, stream in zip(mixture.groups, self._streams, strict=True):
-            if len(mixture.groups) > 1 and not stream.sizes.sum():
+            if (len(mixture.groups) > 1 or group.task) and not stream.sizes.sum():
                 raise ValueError(
-                    f"the mixture's group {group.name!r} has no sample; there are (category, languages) "
-                    f"{index.summary.kinds[:20]}"
+                    f"the mixture's group {group.name!r} has no sample; there are (category, languages, is an edit) "
+                    f"{[tuple(kind) for kind in index.summary.kinds[:20]]}"
                 )
+            if group.task == RECONSTRUCTION and index.summary.encoded_by:
+                raise ValueError("reconstruction needs pictures, and the shards hold encoded ones; give the raw shards")
         self._orders = [
             GlobalOrder(stream.sizes, global_batch_size, seed, shuffle_shards, f"order {n}" if n else "order")
             for n, stream in enumerate(self._streams)
         ]
         self._sources = list(sources)
         self._warn_of_unused()
+
+    @property
+    def reconstructs(self) -> bool:
+        """Whether a visit can be a reconstruction."""
+        return any(group.task == RECONSTRUCTION for group in self.mixture.groups)
 
     def batch(self, step: int) -> list[SampleRef]:
         """Return the samples of optimizer step `step`, in order."""
@@ -96,19 +104,21 @@ class MixtureOrder:
             self._interleaver.load_state(state)
 
     def _digest(self) -> str:
-        return hashlib.sha256(repr((self.mixture.groups, self._sources)).encode()).hexdigest()[:16]
+        tasks = [group.task for group in self.mixture.groups]
+        told_apart = repr((self.mixture.groups, self._sources)) + (repr(tasks) if any(tasks) else "")
+        return hashlib.sha256(told_apart.encode()).hexdigest()[:16]
 
     def _visits(self, group: int, first: int, count: int) -> list[SampleRef]:
-        refs = []
+        refs, reconstructs = [], self.mixture.groups[group].task == RECONSTRUCTION
         for ref in self._orders[group].visits(np.arange(first, first + count)):
             shard, i = self._streams[group].find(ref.index)
             if len(self._streams) == 1:
-                refs.append(SampleRef(ref.epoch, i))
+                refs.append(SampleRef(ref.epoch, i, reconstructs=reconstructs))
                 continue
             record = self.index[i]
             languages = self._owned[self._sources[shard]][group][record.kind]
             # A pass of each group has a number of its own, since the same sample may be in several groups.
-            refs.append(SampleRef(ref.epoch * len(self._streams) + group, i, group, languages))
+            refs.append(SampleRef(ref.epoch * len(self._streams) + group, i, group, languages, reconstructs))
         return refs
 
     def _warn_of_unused(self) -> None:
@@ -123,10 +133,11 @@ class MixtureOrder:
 def _owned_kinds(index: Index, mixture: Mixture, source: str) -> list[dict[Kind, tuple[str, ...]]]:
     """Return for each group the kinds of sample it takes from a source, with the languages in which it visits them."""
     owned = [defaultdict(tuple) for _ in mixture.groups]
-    for category, languages in index.summary.kinds:
-        for language in languages:
-            if (group := mixture.group_of(source, language, category)) is not None:
-                owned[group][category, languages] += (language,)
+    for kind in index.summary.kinds:
+        for task in (own_task(kind.is_edit), RECONSTRUCTION):
+            for language in kind.languages:
+                if (group := mixture.group_of(source, language, kind.category, task)) is not None:
+                    owned[group][kind] += (language,)
     return [dict(kinds) for kinds in owned]
 
 

@@ -19,6 +19,7 @@ class SampleRef:
     index: int
     group: int = 0  # of the mixture
     languages: tuple[str, ...] | None = None  # of which its caption is taken; None = any
+    reconstructs: bool = False  # shows the picture, to be drawn again as it is
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,8 @@ class GlobalOrder:
     sizes: how many samples each shard has, or their number if they all lie in one.  A sample's index counts through the
     shards as given.  purpose: orders with different ones are independent.
     """
+
+    reconstructs = False  # whether a visit can be a reconstruction
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ A pure function of the step: ranks and reader threads change who computes a samp
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from statistics import mean
 
@@ -15,7 +16,8 @@ from data.index import Index, SampleRecord
 from data.mixture_order import MixtureOrder
 from data.order import GlobalOrder, SampleRef
 from data.pack import deal
-from data.reference_size import Size, area_size
+from data.reference_size import Size, area_size, clipped_area_size
+from data.tasks import keeping_instruction
 from utils.random_streams import uniform
 
 DEFAULT_MAX_PIXELS = 1328 * 1328
@@ -41,6 +43,7 @@ class PlannedSample:
     weight: float = 1.0  # 0 for a filler
     group: int = 0  # of the mixture; -1 = of none
     reference_sizes: tuple[Size, ...] | None = None  # of an edit, in pixels as the VAE sees them; None = text-to-image
+    reconstructs: bool = False  # the one reference is the picture itself, the instruction to keep it
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +134,8 @@ class BatchPlan:
         reference_pixels: int = DEFAULT_REFERENCE_PIXELS,
         fill: bool = False,
         max_text_tokens: int = 0,
+        condition_pixels: int = DEFAULT_CONDITION_PIXELS,
+        count_tokens: Callable[[str, Sequence[Size]], int] | None = None,
     ):
         """Plan for a data rank.
 
@@ -138,6 +143,8 @@ class BatchPlan:
         reference_pixels: the area at which the VAE sees the references of edits.
         fill: micro-batches are to be filled to one of `fill_to`, so each part of it is a limit of its own.
         max_text_tokens: then how many of `max_tokens` are for text; 0 = what suits the data, of images as well.
+        condition_pixels, count_tokens: for an order that reconstructs pictures: the area at which the text encoder sees
+        them, and how many text tokens an instruction and pictures of given sizes become.
         Raises: ValueError for shares that are no probability, or no room for text or images.
         """
         for name, value in (("caption_dropout", caption_dropout), ("zh_share", zh_share)):
@@ -147,6 +154,7 @@ class BatchPlan:
         self.num_ranks, self.rank, self.max_tokens, self.seed = num_ranks, rank, max_tokens, seed
         self.num_empty_tokens, self.caption_dropout, self.zh_share = num_empty_tokens, caption_dropout, zh_share
         self.max_pixels, self.reference_pixels = max_pixels, reference_pixels
+        self.condition_pixels, self._count_tokens = condition_pixels, count_tokens and lru_cache(1024)(count_tokens)
         self.skipped: list[tuple[int, int]] = []  # (first, count) of the order's global batches that are left out
         # (image tokens, text tokens, samples) of filled micro-batches; the last is for larger samples than any seen
         self.fill_to = self._fill_to(max_text_tokens) if fill else None
@@ -208,6 +216,10 @@ class BatchPlan:
         pictures = [every_language(self.index, i, self.max_pixels, self.reference_pixels)[0] for i in looked_at]
         images = [planned.num_image_tokens for planned in pictures]
         texts = [n for i in looked_at for wordings in self.index[i].caption_tokens.values() for n in wordings]
+        if self.order.reconstructs:
+            itself = [self._reconstructing(planned) for planned in pictures]
+            images += [planned.num_image_tokens for planned in itself]
+            texts += [planned.num_text_tokens for planned in itself]
         longest, suited = max(self.num_empty_tokens, *texts), []
         if not num_txt:
             num_batches = max(4, min(32, _NUM_LOOKED_AT // self.order.global_batch_size))
@@ -227,6 +239,17 @@ class BatchPlan:
         sizes = ((images, texts, min(most, num_samples) + 1) for images, texts, most in suited)
         return *sizes, (self.max_tokens - num_txt, num_txt, num_samples + 1)
 
+    def _reconstructing(self, planned: PlannedSample) -> PlannedSample:
+        """Return a visit whose reference is the picture as it is trained."""
+        size = planned.height, planned.width
+        areas = self.reference_pixels, self.condition_pixels
+        reference, condition = (clipped_area_size(*size, area) for area in areas)
+        return replace(
+            planned, reconstructs=True, reference_sizes=(reference,),
+            num_image_tokens=num_reference_tokens((size, reference)),
+            num_text_tokens=self._count_tokens(keeping_instruction(planned.language), (condition,)),
+        )  # fmt: skip
+
     def _plan(self, ref: SampleRef) -> PlannedSample:
         record = self.index[ref.index]
 
@@ -243,6 +266,8 @@ class BatchPlan:
             ref.epoch, ref.index, record, language, wording, self.max_pixels, self.reference_pixels
         )  # fmt: skip
         planned = replace(planned, group=ref.group)
+        if ref.reconstructs:
+            planned = self._reconstructing(planned)
         if draw("drop_caption") < self.caption_dropout:
             is_edit = planned.reference_sizes is not None  # its references' tokens stay
             num_text_tokens = planned.num_text_tokens if is_edit else self.num_empty_tokens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.captions import parse_captions
-from data.edit import ReferencePicture, decode_mask, decode_reference, parse_edit
+from data.edit import ReferencePicture, decode_mask, decode_reference, parse_edit, scaled_reference
 from data.encoded import EncodedMember
 from data.images import decode_image, fit
 from data.index import Index
@@ -27,6 +27,7 @@ from data.plan import (
 from data.replacement import replacements
 from data.shard_bytes import LostShardError, ShardBytes
 from data.shard_cache import ShardCache
+from data.tasks import keeping_instruction
 from utils.byte_source import Patience
 
 log = logging.getLogger("train")
@@ -52,6 +53,16 @@ class Sample:
     references: tuple[ReferencePicture, ...] | None = None  # of an edit; None = text-to-image
     mask: Tensor | None = None  # of an edit: bool (H, W), True where it may change something, if that is known
     plan_text: str | None = None  # of an edit: its actions, if they are known
+
+    @property
+    def conditions(self) -> list[Tensor] | None:
+        """Its references as the text encoder sees them; None = text-to-image."""
+        return None if self.references is None else [reference.condition for reference in self.references]
+
+    @property
+    def references_key(self) -> str:
+        """What no other sample's references have; a picture to be reconstructed may also be an edit's target."""
+        return f"{self.key}\0itself" if self.plan.reconstructs else self.key
 
     @property
     def category(self) -> str:
@@ -115,16 +126,21 @@ class Reader:
             if key in self.bad_samples:
                 continue
             try:
-                wants_picture = self._wants_picture(candidate.index, needs_pixels)
-                members = under_way.result() if under_way else self._fetch(candidate.index, wants_picture)
+                wants_picture = self._wants_picture(candidate, needs_pixels)
+                members = under_way.result() if under_way else self._fetch(candidate, wants_picture)
                 meta = self._parse(candidate.index, members.meta)
                 caption = meta.captions[candidate.language][candidate.wording]
                 self._check_caption(caption)
+                if candidate.reconstructs:
+                    caption = keeping_instruction(candidate.language)
                 caption = "" if candidate.drop_caption else caption
                 if self.index[candidate.index].encoded_sizes:
                     latents, states = _encoded(candidate, members.image)
                     return Sample(candidate, key, caption, None, self, latents, states)
                 pixels = self._decode(candidate.index, members.image) if wants_picture else None
+                if candidate.reconstructs:
+                    itself = scaled_reference(pixels, self.reference_pixels, self.condition_pixels)
+                    return Sample(candidate, key, caption, pixels, self, references=(itself,))
                 references, mask = self._decode_edit(candidate, members.others)
             except (ValueError, LookupError, OSError) as error:
                 self.note_bad(key, str(error))
@@ -145,7 +161,7 @@ class Reader:
         key = self.index.key(planned.index)
         if key in self.bad_samples:
             return _Members()
-        return self._fetch(planned.index, self._wants_picture(planned.index, needs_pixels))
+        return self._fetch(planned, self._wants_picture(planned, needs_pixels))
 
     def note_bad(self, key: str, reason: str) -> None:
         """Count a sample as bad and never read it again.  Raises: BadDataError over max_bad_samples."""
@@ -158,9 +174,10 @@ class Reader:
         if count > self.max_bad_samples:
             raise BadDataError(f"{count} bad samples, over --max_bad_samples; the last is {key}: {reason}")
 
-    def _wants_picture(self, i: int, needs_pixels: Callable[[str], bool]) -> bool:
+    def _wants_picture(self, planned: PlannedSample, needs_pixels: Callable[[str], bool]) -> bool:
         """Return whether the picture's member is to be read; an encoded one holds the text states as well."""
-        return bool(self.index[i].encoded_sizes) or needs_pixels(self.index.key(i))
+        i = planned.index
+        return bool(self.index[i].encoded_sizes) or planned.reconstructs or needs_pixels(self.index.key(i))
 
     def read_meta(self, i: int) -> bytes:
         """Return the .json or .txt member of sample `i`.  Raises: ValueError if it is damaged; LostShardError."""
@@ -179,15 +196,17 @@ class Reader:
         """
         return self._decode(i, None)
 
-    def _fetch(self, i: int, wants_picture: bool) -> "_Members":
-        """Read what is wanted of sample `i` and not in memory: the picture and the caption lie side by side."""
+    def _fetch(self, planned: PlannedSample, wants_picture: bool) -> "_Members":
+        """Read what is wanted of a sample and not in memory: the picture and the caption lie side by side."""
+        i = planned.index
         with self._lock:
             knows_captions = i in self._captions
         record = self.index[i]
         members = [] if knows_captions else [(record.meta_offset, record.meta_size, record.meta_crc32)]
         if wants_picture:
             members.append((record.image_offset, record.image_size, record.image_crc32))
-        members += [(other.offset, other.size, other.crc32) for other in record.others]
+        others = () if planned.reconstructs else record.others
+        members += [(other.offset, other.size, other.crc32) for other in others]
         contents = deque(self.shards.read(record.shard, members) if members else [])
         meta = None if knows_captions else bytes(contents.popleft())
         return _Members(meta, contents.popleft() if wants_picture else None, tuple(contents))

@@ -4,8 +4,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from data.edit import num_reference_tokens
 from data.index import Index
 from data.plan import PlannedSample, trained_pictures
+from data.reference_size import Size, clipped_area_size
 
 _MAX_LOOKED_AT = 20_000  # records, each way of looking: a second's work, however large the index is
 _JUMP = 32  # records that finding the end of a shard looks at
@@ -16,7 +18,8 @@ def replacements(
 ) -> Iterator[PlannedSample]:
     """Yield what may stand in for `planned`: the following samples of its size, then those with no more tokens.
 
-    An edit stands in for an edit; of its size are those whose references have the same sizes, too.
+    An edit stands in for an edit; of its size are those whose references have the same sizes, too.  To be reconstructed
+    any picture will do.
     is_lost: whether a shard cannot be reached; its samples are passed over without a look.
     """
     for same_size in (True, False):
@@ -42,6 +45,8 @@ def _in_place_of(
 ) -> PlannedSample | None:
     """Return sample `i` in place of `planned`, in its language if possible, or None if it does not fit there."""
     record = index[i]
+    if planned.reconstructs:
+        return _reconstructing(planned, i, record.trained_size(max_pixels), reference_pixels, same_size)
     (height, width), references, image_tokens = trained_pictures(record, max_pixels, reference_pixels)
     sizes = (height, width, references)
     if same_size and sizes != (planned.height, planned.width, planned.reference_sizes):
@@ -59,3 +64,18 @@ def _in_place_of(
                     num_image_tokens=image_tokens, num_text_tokens=text_tokens, reference_sizes=references,
                 )  # fmt: skip
     return None
+
+
+def _reconstructing(
+    planned: PlannedSample, i: int, size: Size, reference_pixels: int, same_size: bool
+) -> PlannedSample | None:
+    reference = clipped_area_size(*size, reference_pixels)
+    image_tokens = num_reference_tokens((size, reference))
+    # Another shape may have more text tokens, by how the area at which the text encoder sees it is rounded: for that
+    # a quarter of them is left free.
+    room = planned.num_image_tokens - planned.num_text_tokens // 4
+    if size != (planned.height, planned.width) if same_size else image_tokens > room:
+        return None
+    return replace(
+        planned, index=i, height=size[0], width=size[1], num_image_tokens=image_tokens, reference_sizes=(reference,)
+    )

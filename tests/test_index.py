@@ -13,6 +13,7 @@ import pytest
 import data.index
 from data.column_file import map_columns
 from data.index import build_index
+from data.index_part import Kind
 from tests.shards import picture_bytes, simple_samples, write_shard
 
 
@@ -127,9 +128,12 @@ def test_samples_are_found_by_kind(tmp_path):
     shards = [write_shard(tmp_path / "a.tar", samples), write_shard(tmp_path / "b.tar", simple_samples(1, "t"))]
     index = index_of(tmp_path, *shards)
     both = ("en", "zh")
-    assert index.summary.kinds == [("a", both), ("b", ("en",)), ("b", both)]
-    for kinds in ([("b", both)], [("b", ("en",)), ("a", both)], [("c", both)]):
-        expected = [i for i in range(len(index)) if (index[i].group, tuple(sorted(index[i].caption_tokens))) in kinds]
+    assert index.summary.kinds == [("a", both, False), ("b", ("en",), False), ("b", both, False)]
+    for kinds in ([Kind("b", both)], [Kind("b", ("en",)), Kind("a", both)], [Kind("c", both)]):
+        wanted = [tuple(kind) for kind in kinds]
+        records = [index[i] for i in range(len(index))]
+        found_in = [(record.group, tuple(sorted(record.caption_tokens)), False) for record in records]
+        expected = [i for i, kind in enumerate(found_in) if kind in wanted]
         counts = index.summary.count(kinds).tolist()
         found = [index.of_kinds(s, frozenset(kinds), place) for s in range(2) for place in range(counts[s])]
         assert found == expected

@@ -189,7 +189,7 @@ def test_adapters_of_the_renderer(folder, tmp_path):
     ("flags", "message"),
     [
         (["--train", "editor"], "--train must be one of planner,renderer, planner, renderer, got 'editor'"),
-        (["--shares", "remove"], "--shares takes category=number"),
+        (["--shares", "remove"], "--shares takes name=number"),
         (["--shares", "paint=1"], "paint"),
         (["--lora_rank", "4"], "--lora_rank adapts released weights"),
         (["--static_graph", "--max_tokens_per_micro_batch", "450"], "--static_graph needs one micro-batch a step"),
