@@ -16,6 +16,7 @@ from data.index_part import Kind
 from data.interleave import Interleaver
 from data.order import SampleRef
 from data.permutation import permutation_keys, permute
+from utils.console import ONCE
 
 log = logging.getLogger("train")
 
@@ -82,7 +83,7 @@ class CategoryBalancedSampler(DistributedSampler):
         if unused := sum(map(len, members.values())) - taken:
             without = ", ".join(repr(name) for name in members if name not in self.shares)
             log.warning("%d of %d samples are of categories without a share (%s): never visited",
-                        unused, sum(map(len, members.values())), without)  # fmt: skip
+                        unused, sum(map(len, members.values())), without, extra=ONCE)  # fmt: skip
         self.steps_per_epoch = max(1, taken // self.global_batch_size)
         self.total_size = self.steps_per_epoch * self.global_batch_size  # samples an epoch, over all ranks
         self.num_samples = self.total_size // num_replicas

@@ -65,6 +65,11 @@ class Loader:
             self._ask()
         return [self._alike([pair for task in micro for pair in task.result()]) for micro in self._ahead.popleft()]
 
+    @property
+    def num_steps_ahead(self) -> int:
+        """How many steps have been asked for ahead of the one under way."""
+        return len(self._ahead)
+
     def seek(self, step: int) -> None:
         """Go on with `step`; what was read ahead is dropped, for a plan that changes from there on."""
         decoding = (task for micro_batches in self._ahead for micro in micro_batches for task in micro)

@@ -14,6 +14,7 @@ from data.edit import parse_shares
 from data.index_part import SampleRecord
 from data.shards import expand_shards
 from data.tasks import DEFAULT_SHARES, EDIT, MIXED, RECONSTRUCTION, T2I, TASKS, own_task
+from utils.console import ONCE
 
 log = logging.getLogger("train")
 MIXTURE_SUFFIXES = (".toml", ".json")
@@ -91,7 +92,7 @@ class Mixture:
         mixture = load_mixture(validation_data) if validation_data else self
         found = mixture.shards("validation", cache_folder)
         if not found.keys().isdisjoint(train):
-            log.warning("no --validation_data: validation looks at the training samples")
+            log.warning("no --validation_data: validation looks at the training samples", extra=ONCE)
         return found
 
     def for_task(self, task: str, shares: Mapping[str, float] | None = None) -> "Mixture":

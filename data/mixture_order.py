@@ -13,6 +13,7 @@ from data.interleave import Interleaver
 from data.mixture import Mixture
 from data.order import DEFAULT_SHUFFLE_SHARDS, GlobalOrder, SampleRef
 from data.tasks import RECONSTRUCTION, own_task
+from utils.console import ONCE
 
 log = logging.getLogger("train")
 _FACTOR_STEPS = 64  # factors are multiples of one part of so many: rounding errors of a loss do not change them
@@ -88,7 +89,7 @@ class MixtureOrder:
         shares = zip(names, self._interleaver.shares(step), strict=True)
         log.info("step %d  shares %s", step, ", ".join(f"{name} {share:.3f}" for name, share in shares))
         if unknown := [name for name in names if name not in losses]:
-            log.warning("no validation sample of %s: --reweight leaves their shares", ", ".join(unknown))
+            log.warning("no validation sample of %s: --reweight leaves their shares", ", ".join(unknown), extra=ONCE)
 
     def state(self, step: int) -> dict:
         """Return what continues the order at a step, under 4 KiB; nothing if it depends on the step alone."""
@@ -127,7 +128,8 @@ class MixtureOrder:
             kinds = frozenset(kind for group in owned for kind in group)
             taken += np.where(np.array(self._sources) == source, self.index.summary.count(kinds), 0)
         if unused := len(self.index) - int(taken.sum()):
-            log.warning("%d of %d samples belong to no group of the mixture: never visited", unused, len(self.index))
+            log.warning("%d of %d samples belong to no group of the mixture: never visited",
+                        unused, len(self.index), extra=ONCE)  # fmt: skip
 
 
 def _owned_kinds(index: Index, mixture: Mixture, source: str) -> list[dict[Kind, tuple[str, ...]]]:

@@ -29,6 +29,7 @@ from data.shard_bytes import LostShardError, ShardBytes
 from data.shard_cache import ShardCache
 from data.tasks import keeping_instruction
 from utils.byte_source import Patience
+from utils.counts import count
 
 log = logging.getLogger("train")
 _MAX_LOST_SHARDS = 8  # found one after the other in the place of one sample: then it is the network or the server
@@ -169,10 +170,11 @@ class Reader:
             if key in self.bad_samples:
                 return
             self.bad_samples[key] = reason
-            count = len(self.bad_samples)
+            num_bad = len(self.bad_samples)
+        count("data_errors", "bad_sample")
         log.warning("bad sample %s: %s; another takes its place", key, reason)
-        if count > self.max_bad_samples:
-            raise BadDataError(f"{count} bad samples, over --max_bad_samples; the last is {key}: {reason}")
+        if num_bad > self.max_bad_samples:
+            raise BadDataError(f"{num_bad} bad samples, over --max_bad_samples; the last is {key}: {reason}")
 
     def _wants_picture(self, planned: PlannedSample, needs_pixels: Callable[[str], bool]) -> bool:
         """Return whether the picture's member is to be read; an encoded one holds the text states as well."""

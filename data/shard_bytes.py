@@ -13,6 +13,7 @@ from data.shard_cache import ShardCache
 from data.versions import Version
 from utils.byte_source import ByteSource, Patience, SourceChangedError, is_remote, open_source
 from utils.checksum import crc32
+from utils.counts import count
 
 log = logging.getLogger("train")
 Member = tuple[int, int, int]  # offset and size in bytes, crc32
@@ -86,6 +87,8 @@ class ShardBytes:
         for attempt in range(_NUM_ATTEMPTS):
             if attempt > 1 and self._is_remote[shard]:  # the first time at once: a flipped bit is no sign of load
                 time.sleep(_FIRST_WAIT_S * 2**attempt * random.random())
+            if attempt:
+                count("data_retries")
             try:
                 contents = self._read_once(shard, members, fresh=attempt > 0)
             except (FileNotFoundError, PermissionError):
@@ -94,10 +97,12 @@ class ShardBytes:
                 continue
             except SourceChangedError as error:
                 reason = str(error)
+                count("data_errors", "changed")
                 self._look_anew(shard, reason)
                 continue
             if all(crc32(content) == right for content, (_, _, right) in zip(contents, members, strict=True)):
                 return contents
+            count("data_errors", "checksum")
             reason = f"its bytes in {self._shards[shard]} changed since they were indexed"
         raise ValueError(reason)
 
@@ -161,6 +166,7 @@ class ShardBytes:
 
     def _note_lost(self, shard: int, error: OSError) -> LostShardError:
         reason = f"its shard is lost: {error}"
+        count("data_errors", "unreachable")
         with self._lock:
             self._lost[shard] = reason, time.monotonic() + _LOST_S
         return LostShardError(reason)

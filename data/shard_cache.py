@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from utils.byte_source import RemoteFile
+from utils.counts import count
 
 log = logging.getLogger("train")
 BLOCK_BYTES = 2 << 20  # some 20 ms at 100 MB/s: about as long as the wait for its first byte
@@ -78,7 +79,9 @@ class ShardCache:
         """Return bytes `low` to `high` of a block."""
         path, length = self._path(source, number), min(BLOCK_BYTES, source.size - number * BLOCK_BYTES)
         if (part := _read_block(path, length, low, high)) is not None:
+            count("cache_hits")
             return part
+        count("cache_misses")
         deadline, pause = time.monotonic() + _PATIENCE_S, _POLL_S
         while self._writes and time.monotonic() < deadline:
             try:

@@ -11,7 +11,9 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from utils import logging as run_logging
+from utils.console import ONCE
 from utils.logging import RunLog
 
 REPOSITORY = Path(__file__).parent.parent
@@ -88,7 +91,7 @@ def test_non_finite_numbers_are_null_in_the_file_and_themselves_on_the_curve(tmp
     run_log.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": None, "grad_norm": None, "lr": 0.1}]
     assert math.isnan(curve(tmp_path, "train/loss")[0][1])
-    assert curve(tmp_path, "train/grad_norm") == [(0, math.inf)]
+    assert curve(tmp_path, "optimizer/grad_norm") == [(0, math.inf)]
 
 
 def test_every_line_is_on_disk_at_once(tmp_path):
@@ -115,11 +118,22 @@ def test_other_ranks_write_nothing_but_their_warnings(tmp_path, capsys):
     run_log.image(0, "samples", None)
     run_log.samples(0, ["a"])
     logging.getLogger("train").info("not heard")
+    logging.getLogger("train").warning("all ranks find this", extra=ONCE)
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err == ""
     logging.getLogger("train").warning("bad sample %s", "x/1")
     run_log.close()
     assert capsys.readouterr().err == "warning: [rank 3] bad sample x/1\n"
     assert "WARNING [rank 3] bad sample x/1" in (tmp_path / "train.log").read_text()
+
+
+def test_the_last_words_name_what_is_there(tmp_path, capsys):
+    RunLog(tmp_path / "plain", 1, 0, is_main=True).done(None, "tools.sample")
+    drawn = RunLog(tmp_path / "drawn", 1, 0, is_main=True)
+    drawn.image(0, "samples", PICTURE)
+    drawn.done(tmp_path / "step-1", "tools.sample")
+    plain, _, rest = capsys.readouterr().out.partition("curves")
+    assert plain.split() == ["done:", "1", "steps"]
+    assert f"pictures    {tmp_path / 'drawn' / 'samples'}" in rest and "try it      ./launch.sh -m tools.sample" in rest
 
 
 def test_library_warnings_reach_train_log_and_close_takes_the_handlers_away(tmp_path, capsys):
@@ -135,7 +149,7 @@ def test_library_warnings_reach_train_log_and_close_takes_the_handlers_away(tmp_
 
 def test_plain_lines_without_a_terminal(tmp_path, capsys, monkeypatch):
     clock = iter(range(0, 1000, 4))  # four seconds between looks at the clock
-    monkeypatch.setattr(run_logging.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(run_logging, "time", SimpleNamespace(monotonic=lambda: float(next(clock)), time=time.time))
     run_log = RunLog(tmp_path, 5, 0, is_main=True)
     for step in range(5):
         run_log.progress(step + 1, {"loss": 0.25, "images/s": 1234.56})

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from utils.counts import count
 from utils.quick_limit import QuickLimit
 
 REMOTE_SCHEMES = ("https", "http", "s3")
@@ -136,6 +137,7 @@ class RemoteFile:
                 is_ours = _NO_LENGTH in str(error) or (result is not None and not result.meta["e_tag"])
                 if is_last or not (is_ours or limit is not None):
                     raise
+            count("data_retries")
             if limit is None or time.monotonic() - started < limit:  # a stall was wait enough
                 time.sleep(min(self._patience.max_wait_s, self._patience.first_wait_s * 2**attempt) * random.random())
             if limit is not None:

@@ -1,70 +1,149 @@
-"""What a run leaves behind to read: metrics.jsonl, TensorBoard curves, sample grids, train.log, a progress bar."""
+"""What a run leaves behind to read: metrics.jsonl, events.jsonl, TensorBoard, pictures, train.log, a progress bar."""
 
+import dataclasses
 import json
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from utils.console import remove_handlers, set_up_logging
+from utils.goodput import Goodput
+from utils.monitor import PROCESS_BEGAN, Monitor
+from utils.phase_timer import PhaseTimer
+from utils.run_events import RunEvents, restart_reason
+from utils.run_options import RunOptions
+from utils.tensorboard_log import TensorBoardLog
+from utils.wandb_log import WandbLog, check_wandb
+
 _PLAIN_EVERY_S = 10.0  # between progress lines where there is no terminal
-_SPEED = ("step_s", "data_wait_s", "samples_per_s", "tokens_per_s", "tflops", "mfu", "mem_gib")
+_GOODPUT_EVERY_S = 60.0  # between its lines of events.jsonl
+_MAX_OBSERVED = 100_000  # numbers kept for a histogram
 log = logging.getLogger("train")
-_handlers: list[logging.Handler] = []  # ours, on the root logger
 
 
 class RunLog:
-    """The log of one run.  Rank 0 writes; on other ranks every call does nothing, but warnings still reach stderr.
+    """The log of one run.  Rank 0 writes; other ranks only warn on stderr, and each has a monitor of its own.
 
     start_step: where the run begins or resumes.  What an earlier start wrote for this step and later ones goes, since
     those steps are done again: no number is ever in a file, or on a curve, twice.
+    config: the script's.
+    timer: says in which phase the process is.  probe: asked after each step for what `Monitor.probe` takes.
+    Raises: ValueError, on every rank, if it asks for wandb, which is not installed.
     """
 
-    def __init__(self, folder: Path, num_steps: int, start_step: int, is_main: bool, rank: int = 0):
+    def __init__(
+        self, folder: Path, num_steps: int, start_step: int, is_main: bool, rank: int = 0,
+        config: RunOptions | None = None, timer: PhaseTimer | None = None,
+        probe: Callable[[int], Mapping[str, float]] = lambda step: {},
+    ):  # fmt: skip
         self.folder, self.num_steps, self.start_step, self.is_main = folder, num_steps, start_step, is_main
+        config = config or RunOptions()
+        check_wandb(config.wandb)
         set_up_logging(folder, is_main, rank)
+        self.events = RunEvents(folder)
+        self.monitor = self._watch(rank, config, timer)
+        self._timer, self._probe = timer, probe
         if not is_main:
             return
-        from torch.utils.tensorboard import SummaryWriter  # not before it is needed: slow, and rank 0's alone
-
         for name in ("metrics.jsonl", "samples_seen.jsonl"):
             _drop_lines_from(folder / name, start_step)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)  # a line at a time
         self._samples_seen = None
-        self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=start_step, flush_secs=10)
+        self._tensorboard = TensorBoardLog(folder, start_step)
+        resolved = dataclasses.asdict(config)
+        self._tensorboard.table(start_step, "config", resolved)
+        self._wandb = WandbLog(folder, config.wandb, resolved) if config.wandb else None
+        self._observed: dict[str, list] = {}
+        self._last_scalars: dict[str, float] = {}
         # Some pseudo-terminals have no size, and a bar on them no text.
         self._interactive = sys.stderr.isatty() and min(os.get_terminal_size(sys.stderr.fileno())) > 0
         self._bar = tqdm(
             total=num_steps, initial=start_step, unit="step", disable=not self._interactive, dynamic_ncols=True
         )
-        self._started = self._last_line = time.monotonic()
+        self._started = self._last_line = self._last_goodput = time.monotonic()
+
+    def _watch(self, rank: int, config: RunOptions, timer: PhaseTimer | None) -> Monitor:
+        """Return this rank's monitor, which knows what became of the run until now; rank 0 notes that it starts."""
+        history, last = self.events.read(), self.events.last_step()
+        reason = restart_reason(history)
+        # Nobody waited for a run that was finished.
+        down_since = last[1] if last is not None and reason != "finished" else PROCESS_BEGAN
+        down_s, done = max(0.0, time.time() - down_since), last[0] if last is not None else 0
+        monitor = Monitor(
+            self.folder.resolve().name, rank, config.metrics_port, config.metrics_host, str(self.folder),
+            Goodput(done, down_s),
+        )  # fmt: skip
+        monitor.plan(self.num_steps, self.start_step, config.save_every, config.max_bad_samples)
+        if timer is not None:
+            monitor.current_phase = lambda: timer.current
+        if self.is_main:
+            for event in history:
+                if event["event"] == "start" and event.get("reason") != "first":
+                    monitor.restart(str(event.get("reason")))
+            if reason is not None:
+                monitor.restart(reason)
+            lost = max(0, done - self.start_step)
+            self.events.add(
+                "start", self.start_step, reason=reason or "first", lost_steps=lost, down_s=round(down_s, 3)
+            )
+        return monitor
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Write one line of metrics.jsonl and the same curves to TensorBoard; non-finite numbers become null."""
+        self.monitor.validation(values)
         if not self.is_main:
             return
         line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._metrics.write(json.dumps(line) + "\n")
-        for name, value in values.items():
-            group = "validation" if name.startswith("val_") else "speed" if name in _SPEED else "train"
-            self._tensorboard.add_scalar(f"{group}/{name}", value, step)
+        for curves in (self._tensorboard, self._wandb):
+            if curves is not None:
+                curves.scalars(step, values)
+        self._last_scalars |= values
+        if "loss" in values:
+            for name, seen in self._observed.items():
+                self._tensorboard.histogram(step, name, _flat(seen))
+            self._observed.clear()
         if "val_loss" in values:
             log.info("step %d  validation loss %.4f", step, values["val_loss"])
 
-    def progress(self, step: int, values: dict[str, float]) -> None:
-        """Move the bar to `step` steps done, or print a plain line now and then where there is no terminal."""
+    def observe(self, **values) -> None:
+        """Keep numbers whose distribution TensorBoard shows at the next logged step; tensors or lists, of rank 0 alone.
+
+        Nothing is read from the device before that step.
+        """
+        if self.is_main:
+            for name, numbers in values.items():
+                kept = self._observed.setdefault(name, [])
+                if sum(map(len, kept)) < _MAX_OBSERVED:
+                    kept.append(numbers)
+
+    def progress(self, step: int, values: dict[str, float], numbers: Mapping[str, float] | None = None) -> None:
+        """Move the bar to `step` steps done, or print a plain line now and then where there is no terminal.
+
+        numbers: more of the last step for the monitor, as `Monitor.step` takes them; every rank gives its own times.
+        """
+        if numbers is not None:
+            self.monitor.step(step, values | numbers)
+            self.monitor.probe(self._probe(step))
         if not self.is_main:
             return
+        self.events.mark(step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update(step - self._bar.n)
         now = time.monotonic()
+        if now - self._last_goodput >= _GOODPUT_EVERY_S:
+            self._last_goodput = now
+            self._note_goodput(step)
         if now - self._last_line >= _PLAIN_EVERY_S or step == self.num_steps:
             self._last_line = now
             left_s = (now - self._started) / (step - self.start_step) * (self.num_steps - step)
@@ -74,14 +153,16 @@ class RunLog:
                 "step %d/%d  %s, %s left", step, self.num_steps, shown, left, extra={"file_only": self._interactive}
             )
 
-    def image(self, step: int, name: str, picture: np.ndarray | None) -> None:
+    def image(self, step: int, name: str, picture: np.ndarray | None, prompts: Sequence[str] = ()) -> None:
         """Write a uint8 (H, W, 3) picture to <name>/step-<step>.png and to TensorBoard; ranks without one pass None."""
         if not self.is_main or picture is None:
             return
         path = self.folder / name / f"step-{step:08d}.png"
         path.parent.mkdir(exist_ok=True)
         Image.fromarray(picture).save(path)
-        self._tensorboard.add_image(name, picture, step, dataformats="HWC")
+        for curves in (self._tensorboard, self._wandb):
+            if curves is not None:
+                curves.image(step, name, picture, prompts)
         log.info("step %d  %s", step, path)
 
     def samples(self, step: int, keys: list[str]) -> None:
@@ -92,12 +173,52 @@ class RunLog:
             self._samples_seen = (self.folder / "samples_seen.jsonl").open("a", encoding="utf-8", buffering=1)
         self._samples_seen.write(json.dumps({"step": step, "samples": keys}, ensure_ascii=False) + "\n")
 
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """The block saves the checkpoint of `step`, and training waits for it."""
+        self.monitor.checkpoint_began()
+        started = time.monotonic()
+        try:
+            with self._timer.phase("checkpoint") if self._timer is not None else nullcontext():
+                yield
+        except BaseException:
+            self.checkpoint_failed(step)
+            raise
+        took = time.monotonic() - started
+        path = self.folder / "checkpoints" / f"step-{step:08d}"
+        self.checkpoint(step, took, took, sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else 0)
+
+    def checkpoint(self, step: int, stall_s: float, duration_s: float, num_bytes: int) -> None:
+        """Note that the checkpoint of `step` was published; see `Monitor.checkpoint`."""
+        self.monitor.checkpoint(stall_s, duration_s, num_bytes)
+        if self.is_main:
+            times = {"stall_s": round(stall_s, 4), "duration_s": round(duration_s, 4)}
+            self.events.add("checkpoint", step, **times, num_bytes=num_bytes)
+
+    def checkpoint_failed(self, step: int) -> None:
+        """Note that the checkpoint of `step` was not published."""
+        self.monitor.checkpoint_failed()
+        if self.is_main:
+            self.events.add("checkpoint_failed", step)
+
+    def stop(self, step: int, reason: str) -> None:
+        """Note why the run ends after `step` steps: one of `utils.run_events.REASONS`."""
+        if self.is_main:
+            self.events.mark_now(step)
+            self._note_goodput(step)
+            self.events.add("stop", step, reason=reason)
+
+    def _note_goodput(self, step: int) -> None:
+        self.events.add("goodput", step, **{s: round(x, 3) for s, x in self.monitor.goodput.seconds.items()})
+
     def check(self, step: int, numbers: Mapping[str, float], num_bad: float, max_bad_samples: int) -> None:
         """Raise ValueError, on every rank alike, if the run must not take this step.
 
         numbers: losses and gradient norms by name.  num_bad: bad samples so far, of all ranks.
         """
         if not all(map(math.isfinite, numbers.values())):
+            self.monitor.bad_step("non_finite", skipped=False)
+            self.stop(step, "non_finite")
             raise ValueError(
                 f"step {step}: {', '.join(f'{name} {number}' for name, number in numbers.items())}; stopped before the "
                 "weights changed. Lower the learning rate, or look at the step's samples (--log_samples); the same "
@@ -109,59 +230,48 @@ class RunLog:
             )
 
     def close(self) -> None:
-        """Finish every file."""
+        """Finish every file, and the monitor."""
         if self.is_main:
             self._bar.close()
             self._metrics.close()
-            self._tensorboard.close()
+            self._tensorboard.table(self.num_steps, "summary", self._summary())
+            for curves in (self._tensorboard, self._wandb):
+                if curves is not None:
+                    curves.close()
             if self._samples_seen is not None:
                 self._samples_seen.close()
-        _remove_handlers()
+        self.monitor.close()
+        self.events.close()
+        remove_handlers()
+
+    def _summary(self) -> dict[str, object]:
+        """Return what there is to say of the run in a few lines."""
+        names = ("loss", "val_loss", "plan_loss", "val_plan_loss", "val_plan_exact", "samples", "samples_per_s", "mfu")
+        found: dict[str, object] = {"steps": self.num_steps, "steps of this start": self.num_steps - self.start_step}
+        found |= {n: f"{self._last_scalars[n]:.4g}" for n in names if n in self._last_scalars}
+        found |= {f"seconds: {state}": f"{s:.1f}" for state, s in self.monitor.goodput.seconds.items()}
+        return found | {"goodput": f"{self.monitor.goodput.ratio():.1%}"}
 
     def done(self, checkpoint: Path | None, try_it: str) -> None:
         """Finish every file and say where what was made lies; try_it: a module's command line, without --run."""
+        if self._timer is not None:
+            self.monitor.end(self._timer.collect())
+        self.stop(self.num_steps, "finished")
         self.close()
         if not self.is_main:
             return
-        print(f"done: {self.num_steps} steps\n  pictures    {self.folder / 'samples'}")
+        print(f"done: {self.num_steps} steps")
+        if (pictures := self.folder / "samples").is_dir():
+            print(f"  pictures    {pictures}")
         print(f"  curves      .venv/bin/tensorboard --logdir {self.folder}")
         if checkpoint is not None:
             print(f"  checkpoint  {checkpoint}")
             print(f"  try it      ./launch.sh -m {try_it}")
 
 
-class _Console(logging.Handler):
-    """Writes to stderr, above the progress bar instead of through it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "file_only", False):
-            level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-            tqdm.write(level + self.format(record), file=sys.stderr)
-
-
-def set_up_logging(folder: Path, is_main: bool, rank: int = 0) -> None:
-    """Send our messages, and warnings of libraries, to stderr and train.log; of other ranks than 0 only warnings.
-
-    May be called again, and before there is a `RunLog`.
-    """
-    _remove_handlers()
-    folder.mkdir(parents=True, exist_ok=True)
-    prefix = "" if is_main else f"[rank {rank}] "
-    console, file = _Console(), logging.FileHandler(folder / "train.log", encoding="utf-8", delay=True)
-    console.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
-    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s"))
-    for handler in (console, file):
-        handler.setLevel(logging.INFO if is_main else logging.WARNING)
-        logging.getLogger().addHandler(handler)
-        _handlers.append(handler)
-    log.setLevel(logging.INFO)
-
-
-def _remove_handlers() -> None:
-    while _handlers:
-        handler = _handlers.pop()
-        logging.getLogger().removeHandler(handler)
-        handler.close()
+def _flat(numbers: Sequence) -> np.ndarray:
+    """Return lists and tensors of numbers as one array."""
+    return np.concatenate([np.asarray(x.cpu() if hasattr(x, "cpu") else x, dtype=np.float64) for x in numbers])
 
 
 def _drop_lines_from(path: Path, start_step: int) -> None:

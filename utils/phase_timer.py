@@ -1,7 +1,7 @@
 """Where a step's time goes, without making the host wait for the device, and where in the step this process is now."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Position(NamedTuple):
 class PhaseTimer:
     """Sums the time of named phases of a step, in seconds, and says which one the process is in.
 
-    On a GPU it records events and reads them at `collect`, when the step's last result has been read anyway.
+    On a GPU it records events, and `collect` reads those that are over.
     Entering a phase is also where faults are injected (`utils.fault_injection`), if the environment asks for any.
 
     current: the phase under way, or None.  position: the same in more detail.  Other threads may read both.
@@ -34,7 +34,7 @@ class PhaseTimer:
         self.position = Position(-1, 0, "start", time.monotonic())
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._faults = injected_faults()
 
     def begin_step(self, step: int) -> None:
@@ -69,11 +69,13 @@ class PhaseTimer:
         self.position = Position(before.step, before.number + 1, phase, time.monotonic())
 
     def collect(self) -> dict[str, float]:
-        """Return {"<phase>_s": seconds} since the last call, and start again."""
-        for name, first, last in self._events:
-            last.synchronize()
+        """Return {"<phase>_s": seconds} since the last call, and start again.
+
+        What a GPU has not finished yet is left to the next call, so that nobody waits for it.
+        """
+        while self._events and self._events[0][2].query():
+            name, first, last = self._events.popleft()
             self._seconds[name] += first.elapsed_time(last) / 1000
         collected = {f"{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
-        self._events.clear()
         return collected

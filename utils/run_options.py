@@ -30,6 +30,9 @@ class RunOptions:
     sample_steps: int = 20  # sampler steps of a picture
     sample_cfg_scale: float = 2.0  # the released pipelines use 4
     log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
+    metrics_port: int = 0  # Prometheus metrics at this port + LOCAL_RANK; 0 = none
+    metrics_host: str = "127.0.0.1"  # address that they are served on
+    wandb: str = ""  # project of Weights & Biases; nothing = none
     # Checkpoints
     save_every: int = 500
     keep_checkpoints: int = 2

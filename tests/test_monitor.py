@@ -1,0 +1,319 @@
+"""The monitor, scraped over HTTP with nothing but the standard library, and what each call shows there."""
+
+import json
+import logging
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+import urllib.request
+
+import pytest
+import torch
+
+from utils.counts import count
+from utils.goodput import STATES, Goodput
+from utils.logging import RunLog
+from utils.monitor import Monitor
+from utils.monitor_metrics import METRICS
+from utils.phase_timer import PhaseTimer
+from utils.run_events import RunEvents, read_events, restart_reason
+
+SAMPLE = re.compile(r"(\w+)\{(.*)\} (\S+)")
+
+
+def scrape(port: int) -> dict[tuple[str, str], float]:
+    """Return {(metric, its own label's value): number} of a real scrape, after a look at every line of it."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        name, labels, value = SAMPLE.fullmatch(line).groups()
+        pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        assert {"run", "rank", "node"} <= pairs.keys() and len(pairs) <= 4, line
+        assert "/" not in labels, f"a path in {line}"
+        [own] = [v for k, v in pairs.items() if k not in ("run", "rank", "node")] or [""]
+        assert (name, own) not in found, f"{line} is there twice"
+        found[name, own] = float(value)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def monitor(tmp_path):
+    made = Monitor("a-run", rank=1, port=free_port(), disk=str(tmp_path))
+    yield made
+    made.close()
+
+
+def test_every_call_shows_in_a_scrape(monitor):
+    before = scrape(monitor.port)
+    assert before["trainer_restarts_total", "crash"] == 0 and before["trainer_non_finite_steps_total", ""] == 0
+    assert before["trainer_disk_free_bytes", ""] > 0 and before["trainer_host_memory_bytes", ""] > 2**20
+    assert before["trainer_checkpoint_last_success_timestamp_seconds", ""] <= time.time()
+    monitor.plan(num_steps=100, start_step=7, save_every=10, skipped_budget=50)
+    for step in (8, 9):
+        monitor.step(step, {
+            "loss": 0.5, "plan_loss": 2.0, "grad_norm": 3.0, "planner_grad_norm": 4.0, "lr": 1e-3, "samples": 64 * step,
+            "bad_samples": 2, "step_s": 0.0, "forward_s": 0.25, "data_wait_s": 0.0, "samples_per_s": 5.0,
+        })  # fmt: skip
+    monitor.validation({"val_loss": 0.75, "val_loss_zh": 0.1, "val_plan_loss": 1.5, "val_plan_exact": 1.0})
+    monitor.restart("hang")
+    monitor.restart("something else")
+    monitor.rollback()
+    monitor.bad_step("non_finite", skipped=True)
+    monitor.bad_step("spike", skipped=True)
+    monitor.bad_step("non_finite", skipped=False)
+    monitor.checkpoint(stall_s=2.0, duration_s=8.0, num_bytes=1000)
+    monitor.checkpoint(stall_s=1.0, duration_s=9.0, num_bytes=2000)
+    monitor.checkpoint_failed()
+    monitor.verify_failed()
+    monitor.probe({"compute": 0.001, "node": 0.002, "across": 0.003})
+    monitor.watch(lambda: {"trainer_data_queue_length": 3})
+    retries = before["trainer_data_retries_total", ""]
+    count("data_retries", amount=4)
+    count("data_errors", "checksum")
+    count("not a metric of ours")
+    seen = scrape(monitor.port)
+    expected = {
+        ("trainer_num_steps", ""): 100, ("trainer_step", ""): 9, ("trainer_samples_skipped_budget", ""): 50,
+        ("trainer_loss", "loss"): 0.5, ("trainer_loss", "plan_loss"): 2.0, ("trainer_grad_norm", "grad_norm"): 3.0,
+        ("trainer_grad_norm", "planner_grad_norm"): 4.0, ("trainer_learning_rate", ""): 1e-3,
+        ("trainer_samples_total", ""): 128, ("trainer_samples_skipped_total", ""): 2,
+        ("trainer_phase_seconds_total", "forward"): 0.5, ("trainer_validation_loss", "val_loss"): 0.75,
+        ("trainer_validation_loss", "val_plan_loss"): 1.5, ("trainer_restarts_total", "hang"): 1,
+        ("trainer_restarts_total", "other"): 1, ("trainer_rollbacks_total", ""): 1,
+        ("trainer_non_finite_steps_total", ""): 2, ("trainer_skipped_steps_total", "non_finite"): 1,
+        ("trainer_skipped_steps_total", "spike"): 1, ("trainer_checkpoint_stall_seconds", ""): 1.0,
+        ("trainer_checkpoint_stall_seconds_total", ""): 3.0, ("trainer_checkpoint_duration_seconds", ""): 9.0,
+        ("trainer_checkpoint_bytes", ""): 2000, ("trainer_checkpoint_failures_total", ""): 1,
+        ("trainer_checkpoint_verify_failures_total", ""): 1, ("trainer_compute_probe_seconds", ""): 0.001,
+        ("trainer_all_reduce_probe_seconds", "node"): 0.002, ("trainer_all_reduce_probe_seconds", "across"): 0.003,
+        ("trainer_data_queue_length", ""): 3, ("trainer_data_retries_total", ""): retries + 4,
+        ("trainer_checkpoint_in_progress_seconds", ""): 0, ("trainer_monitor_errors_total", ""): 0,
+    }  # fmt: skip
+    assert {key: seen.get(key) for key in expected} == expected
+    assert ("trainer_validation_loss", "val_loss_zh") not in seen  # of each language: in TensorBoard
+    assert not [key for key in seen if "per" in key[1] or key[1] == "samples"]
+
+
+def test_a_scrape_tells_what_is_under_way(monitor):
+    timer = PhaseTimer(torch.device("cpu"))
+    monitor.current_phase = lambda: timer.current
+    monitor.checkpoint_began()
+    time.sleep(0.02)
+    with timer.phase("checkpoint"):
+        seen = scrape(monitor.port)
+    assert seen["trainer_checkpoint_in_progress_seconds", ""] >= 0.02
+    assert (seen["trainer_in_phase", "checkpoint"], seen["trainer_in_phase", "validation"]) == (1, 0)
+    with timer.phase("forward"):
+        assert sum(v for (name, _), v in scrape(monitor.port).items() if name == "trainer_in_phase") == 0
+
+
+def test_the_99th_percentile_is_that_of_the_intervals(monitor):
+    for seconds in range(1, 201):
+        monitor._intervals.append(seconds / 100)
+    monitor.plan(1000, 0, save_every=10, skipped_budget=0)
+    seen = scrape(monitor.port)
+    assert seen["trainer_step_p99_seconds", ""] == 1.98  # of 0.01 to 2.00: 198 of 200 are no larger
+    assert seen["trainer_checkpoint_expected_interval_seconds", ""] == pytest.approx(10 * 1.005)
+
+
+def test_gpu_metrics_where_nvml_answers(monitor, monkeypatch):
+    from utils import machine_state
+
+    class NVMLError(Exception):
+        pass
+
+    def unsupported(handle):
+        raise NVMLError
+
+    nvml = types.SimpleNamespace(
+        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0,
+        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=87),
+        nvmlDeviceGetTemperature=lambda handle, sensor: 61, nvmlDeviceGetPowerUsage=unsupported,
+    )  # fmt: skip
+    monkeypatch.setattr(machine_state, "_nvml", lambda: (nvml, "handle"))
+    seen = scrape(monitor.port)
+    assert seen["trainer_gpu_utilization_ratio", ""] == 0.87 and seen["trainer_gpu_temperature_celsius", ""] == 61
+    assert ("trainer_gpu_power_watts", "") not in seen and seen["trainer_monitor_errors_total", ""] == 0
+
+
+def test_nothing_listens_and_nothing_is_imported_unless_asked_for(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from utils.logging import RunLog\n"
+        f"RunLog(Path({str(tmp_path / 'run')!r}), 1, 0, is_main=False).close()\n"
+        "print([m for m in ('prometheus_client', 'wandb') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_port_that_is_taken_is_one_warning(tmp_path, caplog):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monitor = Monitor("run", port=port, disk=str(tmp_path))
+    monitor.step(1, {"loss": 1.0})
+    monitor.close()
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and f"127.0.0.1:{port}" in record.getMessage()
+    assert monitor.values()["trainer_step", ""] == 1
+
+
+def test_a_server_that_dies_and_a_source_that_fails_are_one_warning_each(monitor, caplog):
+    def broken():
+        raise RuntimeError("no such number")
+
+    monitor.watch(broken)
+    assert [scrape(monitor.port)["trainer_monitor_errors_total", ""] for _ in range(2)] == [1, 2]
+    monitor._server.shutdown()
+    monitor._thread.join(5)
+    for step in range(1, 301):
+        monitor.step(step, {"loss": 1.0})
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and "no such number" in messages[0] and "server has stopped" in messages[1]
+
+
+def test_scrapes_while_training_writes(monitor):
+    """No scrape sees a torn state or fails, however fast the numbers change."""
+    stop, seen = threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            seen.append(scrape(monitor.port)["trainer_step", ""])
+
+    monitor.step(0, {})
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        deadline = time.monotonic() + 20
+        step = 0
+        while len(seen) < 10 and time.monotonic() < deadline:
+            step += 1
+            monitor.step(step, {"loss": 1.0, "forward_s": 0.1, "step_s": 0.1})
+            monitor.add("trainer_phase_seconds_total", 0.1, f"phase{step % 50}")
+    finally:
+        stop.set()
+        reader.join(20)
+    assert len(seen) >= 10 and seen == sorted(seen)
+    assert monitor.values()["trainer_monitor_errors_total", ""] == 0
+
+
+# ---- Goodput ---------------------------------------------------------------------------------------------------------
+
+
+def test_goodput_counts_every_second_once(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("utils.goodput.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    goodput = Goodput(repeated_until=12, down_s=30.0)  # twelve steps were done; resumes from ten
+    expected = dict.fromkeys(STATES, 0.0) | {"restart": 30.0}
+
+    def step(number, seconds, step_s, **phases):
+        clock[0] += seconds
+        goodput.step(number, step_s, phases)
+
+    step(11, 20.0, 3.0, data_wait=1.0, validation=5.0)  # of 20 s: 5 validation, 3 the step, 12 starting
+    expected |= {"restart": 42.0, "validation": 5.0, "lost": 3.0}
+    assert goodput.seconds == expected
+    step(12, 2.0, 2.0, data_wait=0.5, forward=1.0)
+    step(13, 4.0, 3.5, data_wait=0.5, forward=1.0, backward=2.0)
+    step(14, 10.0, 3.0, checkpoint=6.0, sampling=1.0)
+    expected |= {"lost": 5.0, "training": 3.5 + 3.0, "data_wait": 0.5, "checkpoint": 6.0, "validation": 6.0}
+    assert goodput.seconds == expected
+    assert sum(goodput.seconds.values()) == 30.0 + 36.0
+    assert goodput.ratio() == 6.5 / 66
+
+
+# ---- The run folder --------------------------------------------------------------------------------------------------
+
+
+def start(folder, start_step, num_steps=100):
+    return RunLog(folder, num_steps, start_step, is_main=True, timer=PhaseTimer(torch.device("cpu")))
+
+
+def test_restarts_are_counted_over_all_starts_by_what_ended_the_one_before(tmp_path):
+    run_log = start(tmp_path, 0)
+    for step in range(1, 8):
+        run_log.progress(step, {"loss": 1.0}, {"step_s": 0.0})
+    run_log.events.mark_now(7)
+    run_log.monitor.close()  # killed here: nothing says why
+    run_log = start(tmp_path, 5)
+    assert run_log.monitor.values()["trainer_restarts_total", "crash"] == 1
+    for step in (6, 7, 8):
+        run_log.progress(step, {"loss": 1.0}, {"step_s": 0.0})
+    assert run_log.monitor.goodput.seconds["lost"] > 0
+    run_log.stop(8, "signal")
+    run_log = start(tmp_path, 8, num_steps=9)
+    values = run_log.monitor.values()
+    assert (values["trainer_restarts_total", "crash"], values["trainer_restarts_total", "signal"]) == (1, 1)
+    run_log.progress(9, {"loss": 1.0}, {"step_s": 0.0})
+    assert run_log.monitor.goodput.seconds["lost"] == 0
+    with run_log.saving(9):
+        path = tmp_path / "checkpoints" / "step-00000009"
+        path.mkdir(parents=True)
+        (path / "file").write_bytes(b"12345")
+    with pytest.raises(OSError), run_log.saving(9):
+        raise OSError("disk full")
+    run_log.done(None, "")
+    events = read_events(tmp_path)
+    assert [(e["event"], e["step"], e.get("reason")) for e in events if e["event"] in ("start", "stop")] == [
+        ("start", 0, "first"), ("start", 5, "crash"), ("stop", 8, "signal"), ("start", 8, "signal"),
+        ("stop", 9, "finished"),
+    ]  # fmt: skip
+    assert [e["lost_steps"] for e in events if e["event"] == "start"] == [0, 2, 0]
+    assert [e["num_bytes"] for e in events if e["event"] == "checkpoint"] == [5]
+    assert len([e for e in events if e["event"] == "checkpoint_failed"]) == 1
+    assert restart_reason(events) == "finished"
+    [*_, last] = [e for e in events if e["event"] == "goodput"]
+    assert STATES == tuple(key for key in last if key in STATES)
+
+
+def test_events_outlive_a_torn_line(tmp_path):
+    events = RunEvents(tmp_path)
+    events.add("start", 0, reason="first")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1.0, "event": "chec')  # the disk was full
+    events.add("stop", 3, reason="signal")
+    assert [e["event"] for e in read_events(tmp_path)] == ["start", "stop"]
+
+
+def test_last_step_is_rewritten_in_place_and_damage_is_no_step(tmp_path):
+    events = RunEvents(tmp_path)
+    assert events.last_step() is None
+    events.mark(123456)
+    size = (tmp_path / "last_step.json").stat().st_size
+    events.mark(123457)  # within a second: not written
+    assert events.last_step()[0] == 123456
+    events.mark_now(7)
+    assert events.last_step()[0] == 7 and (tmp_path / "last_step.json").stat().st_size == size
+    assert json.loads((tmp_path / "last_step.json").read_text())["step"] == 7
+    events.close()
+    (tmp_path / "last_step.json").write_text("[]")
+    assert RunEvents(tmp_path).last_step() is None
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    events = RunEvents(tmp_path / "file" / "run")
+    events.add("start", 0)
+    events.mark(1)
+    events.add("stop", 0)
+    assert len(caplog.records) == 1 and "training goes on" in caplog.text
+
+
+def test_every_metric_is_named_as_prometheus_wants_it():
+    for name, metric in METRICS.items():
+        assert re.fullmatch(r"trainer_[a-z0-9_]+", name) and metric.help.endswith("."), name
+        assert not re.search(r"_(ms|minutes|hours|kib|mib|gib|mb|percent)(_|$)", name), f"{name}: no base unit"

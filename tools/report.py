@@ -1,0 +1,37 @@
+"""Read runs afterwards: `python -m tools.report RUN [RUN …]` makes one HTML page that needs nothing else.
+
+Curves, samples over time, the validation loss by diffusion time, language and category, time by phase, goodput,
+restarts, faults and warnings, and what the runs' configurations differ in.  It reads the run folders alone, also of a
+run that is under way.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from tools.report_page import page
+from tools.report_run import read_run
+from utils.config import parse, run_main
+
+
+@dataclass(frozen=True)
+class Config:
+    runs: tyro.conf.Positional[tuple[str, ...]]  # run folders, the first in the first colour
+    output: str = ""  # the page; nothing = report.html in the first run's folder
+
+
+def main(cfg: Config) -> None:
+    if not cfg.runs:
+        raise ValueError("name at least one run folder: python -m tools.report runs/mmdit")
+    runs = [read_run(Path(run)) for run in cfg.runs]
+    output = Path(cfg.output or Path(cfg.runs[0]) / "report.html")
+    try:
+        output.write_text(page(runs), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error}") from error
+    print(f"{output}: {len(runs)} runs, {output.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    run_main(main, parse(Config, __doc__))
