@@ -18,6 +18,7 @@ AREAS = (256, 640, 1328)  # an area is named by the side of its square, in pixel
 RATIOS = ((1, 1), (2, 3), (3, 2), (3, 4), (4, 3), (9, 16), (16, 9), (1, 3), (3, 1))  # width : height
 # (area, ratio): (height, width) where the released model was trained at another size than the rule gives.
 _RELEASED = {(1328, (16, 9)): (928, 1664), (1328, (9, 16)): (1664, 928)}
+_MAX_AREA = 8192  # beyond it listing the sizes takes minutes
 _MIN_SHARE = 0.8  # of an area's pixels that a size of it has
 _SLACK = 1e-9  # for ratios that are equal but for rounding
 
@@ -73,10 +74,12 @@ def _sizes(area: int) -> tuple[np.ndarray, np.ndarray]:
 def table(area: int) -> dict[str, tuple[int, int]]:
     """Return {"width:height": (height, width) in pixels} of an area, by `closest_size` or as released.
 
-    Raises: ValueError if the area is not a positive multiple of 16.
+    Raises: ValueError if the area is not a multiple of 16 up to _MAX_AREA.
     """
-    if area < MULTIPLE or area % MULTIPLE:
-        raise ValueError(f"an area is named by the side of its square, a multiple of {MULTIPLE} pixels; got {area}")
+    if not MULTIPLE <= area <= _MAX_AREA or area % MULTIPLE:
+        raise ValueError(
+            f"an area is named by the side of its square, a multiple of {MULTIPLE} up to {_MAX_AREA} pixels; got {area}"
+        )
     return {
         f"{w}:{h}": _RELEASED.get((area, (w, h))) or _oriented(area, w, h) for w, h in RATIOS
     }  # fmt: skip

@@ -31,7 +31,7 @@ def read_picture_bytes(location: str, patience: Patience | None = None) -> bytes
         raise FileNotFoundError(
             f"{location} does not exist" if not Path(location).exists() else f"{location} is no file"
         )
-    source = open_source(location, patience)
+    source = open_source(location, patience or (WEB_PATIENCE if is_remote(location) else None))
     try:
         _check_size(source.size)
         data = bytearray(source.size)

@@ -28,6 +28,7 @@ from data.replacement import replacements
 from data.shard_bytes import LostShardError, ShardBytes
 from data.shard_cache import ShardCache
 from data.tasks import keeping_instruction
+from data.word_filter import RefusedInstructionError
 from utils.byte_source import Patience
 from utils.counts import count
 
@@ -103,6 +104,7 @@ class Reader:
         self.reference_pixels, self.condition_pixels = reference_pixels, condition_pixels
         self._check_caption = check_caption
         self.bad_samples: dict[str, str] = {}
+        self._num_refused = 0  # of them for the words of their instruction
         self.shards = ShardBytes(index.shards, index.versions, cache, patience)
         self._captions: OrderedDict[int, tuple[_Meta, int]] = OrderedDict()  # i → what was parsed, its bytes
         self._caption_bytes = 0
@@ -119,7 +121,7 @@ class Reader:
         fetched: what `fetch` gives for the sample, under way already.
         Raises: BadDataError if no other sample can take a bad one's place, or over max_bad_samples.
         """
-        num_lost = 0
+        num_lost, reason = 0, ""
         places = replacements(self.index, planned, self.max_pixels, self.shards.is_lost, self.reference_pixels)
         for candidate in chain((planned,), places):
             key = self.index.key(candidate.index)
@@ -145,6 +147,8 @@ class Reader:
                 references, mask = self._decode_edit(candidate, members.others)
             except (ValueError, LookupError, OSError) as error:
                 self.note_bad(key, str(error))
+                reason = str(error)
+                self._num_refused += isinstance(error, RefusedInstructionError)
                 num_lost += isinstance(error, LostShardError)
                 if num_lost > _MAX_LOST_SHARDS:
                     raise BadDataError(f"{num_lost} shards in a row cannot be reached; the last: {error}") from error
@@ -152,9 +156,16 @@ class Reader:
             return Sample(
                 candidate, key, caption, pixels, self, references=references, mask=mask, plan_text=meta.plan_text
             )  # fmt: skip
+        key = self.index.key(planned.index)
+        reason = self.bad_samples.get(key) or reason
+        remedy = "repair the shards"
+        if self._num_refused:
+            remedy = (
+                f"{self._num_refused} samples hold --refused_words; shorten that list or leave them out of the data"
+            )
         raise BadDataError(
-            f"sample {self.index.key(planned.index)} is bad, and no other of at most {planned.num_tokens} tokens can "
-            "take its place; repair the shards"
+            f"sample {key} cannot be used ({reason}), and no other of at most {planned.num_tokens} tokens can take its "
+            f"place: {remedy}"
         )
 
     def fetch(self, planned: PlannedSample, needs_pixels: Callable[[str], bool]) -> "_Members":

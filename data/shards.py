@@ -47,7 +47,7 @@ def expand_shards(source: str, split: str, cache_folder: Path) -> list[str]:
 def _expand(name: str) -> list[str]:
     if name.endswith(_LIST_EXTENSIONS):
         return _listed(name)
-    shards = _matching_remote(name) if is_remote(name) else _matching_local(name)
+    shards = matching_remote(name) if is_remote(name) else _matching_local(name)
     if not shards:
         raise ValueError(f"no shards match {name!r}; give {_KINDS}")
     return shards
@@ -60,7 +60,11 @@ def _matching_local(name: str) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(name), "*.tar") if folder.is_dir() else name))
 
 
-def _matching_remote(url: str) -> list[str]:
+def matching_remote(url: str) -> list[str]:
+    """Return the files that a URL names: itself, those that match its wildcards, or an s3:// folder's .tar files.
+
+    Raises: ValueError if that takes a list which is not to be had.
+    """
     is_pattern = bool(_WILDCARD.search(url))
     if not is_pattern and url.endswith(".tar"):
         return [url]
@@ -73,7 +77,7 @@ def _matching_remote(url: str) -> list[str]:
     if folder.count("/") < 2:
         raise ValueError(f"{url}: the bucket must be named, without a pattern")
     try:
-        found = list_below(folder)
+        found = [f"{folder}/{path}" for path in list_below(folder)]
     except OSError as error:
         raise ValueError(f"{url} cannot be listed: {error}") from error
     return sorted(name for name in found if _matches(name, pattern))

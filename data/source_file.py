@@ -48,4 +48,5 @@ def open_binary(location: str) -> BinaryIO:
             return io.BufferedReader(_Ranges(open_source(location)), _BUFFER)
         return open(location, "rb")
     except OSError as error:
-        raise ValueError(f"{location} cannot be read: {error.strerror or error}") from error
+        reason = str(error.strerror or error).removeprefix(f"{location} could not be read: ")
+        raise ValueError(f"{location} cannot be read: {reason}") from error

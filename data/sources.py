@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from data.row import Columns, Row
+from data.shards import matching_remote
 from data.source_folder import Folder
 from data.source_parquet import Parquet
 from data.source_table import Table
@@ -72,18 +73,20 @@ def fingerprint(sources: Sequence[Source]) -> str:
 
 
 def _matches(name: str) -> list[str]:
-    if is_remote(name) or Path(name).exists():
+    remote = is_remote(name)
+    if (remote and not glob.has_magic(name)) or (not remote and Path(name).exists()):
         return [name.rstrip("/") or "/"]
-    found = sorted(glob.glob(name, recursive=True))
+    found = matching_remote(name) if remote else sorted(glob.glob(name, recursive=True))
     if not found:
         raise ValueError(f"--input {name!r} is no folder or file and, as a glob, matches none")
     return found
 
 
 def _open(location: str, columns: Columns, quotes: bool) -> Source:
-    if not is_remote(location) and Path(location).is_dir():
-        return Folder(location, columns)
     kind = location.lower().rpartition(".")[2]
+    is_named = "." in location.rpartition("/")[2]
+    if Path(location).is_dir() if not is_remote(location) else location.startswith("s3://") and not is_named:
+        return Folder(location, columns)
     if kind in TABLES:
         return Table(location, columns, quotes)
     if kind == "parquet":
@@ -92,5 +95,5 @@ def _open(location: str, columns: Columns, quotes: bool) -> Source:
         return Tar(location, columns)
     raise ValueError(
         f"--input {location}: its name must say what it is by .{', .'.join(TABLES)}, .parquet or .tar; or give a "
-        "folder of pictures"
+        "folder of pictures, on a disk or on s3://"
     )

@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 from webdataset import TarWriter
 
+from tools import prepare
+
 KINDS = ("folder", "csv", "tsv", "jsonl", "parquet-struct", "parquet-bytes", "tar")
 
 
@@ -95,3 +97,41 @@ def read_shards(folder: Path) -> dict[str, dict[str, bytes]]:
 def files_of(folder: Path) -> dict[str, bytes]:
     """Return every file below a folder with its content."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def prepare_config(path: Path, output: Path, **changes) -> prepare.Config:
+    """Return settings for a collection, with small shards and pictures."""
+    usual = {"samples_per_shard": 4, "areas": (64, 128), "max_crop": 0.2, "num_workers": 2}
+    return prepare.Config((str(path),), str(output), **(usual | changes))
+
+
+def faulty_collection(folder: Path) -> Path:
+    """A folder with one of everything that is left out, among 14 good ones."""
+    folder.mkdir(parents=True)
+
+    def add(name: str, image: bytes, caption: bytes | None = b"a thing", extension: str = "txt") -> None:
+        (folder / name).write_bytes(image)
+        if caption is not None:
+            (folder / name).with_suffix(f".{extension}").write_bytes(caption)
+
+    for i in range(14):
+        add(f"{i:02d}-good.png", picture(i), f"第{i}个".encode() if i % 3 else b"thing %d" % i)
+    add("03-uncaptioned.png", picture(50), None)
+    add("05-blank.png", picture(51), b" \n\xef\xbb\xbf ")
+    add("06-broken.png", picture(52), b"{no json", "json")
+    add("07-text.jpg", b"this is no picture")
+    add("08-cut.png", picture(53)[:200])
+    add("09-small.png", picture(54, 40, 40))
+    add("10-long.png", picture(55, 1000, 100))
+    add("11-again.png", picture(2))
+    add("12-smaller.jpg", picture(4, 96, 96, "JPEG", quality=85))
+    (folder / "readme.md").write_text("neither")
+    return folder
+
+
+# Why each of its faulty pictures is left out.
+FAULTY_REASONS = {
+    "03-uncaptioned.png": "empty_caption", "05-blank.png": "empty_caption", "06-broken.png": "refused_caption",
+    "07-text.jpg": "undecodable", "08-cut.png": "undecodable", "09-small.png": "too_small",
+    "10-long.png": "too_extreme", "11-again.png": "same_file", "12-smaller.jpg": "same_picture",
+}  # fmt: skip

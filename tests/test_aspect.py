@@ -82,7 +82,7 @@ def test_what_does_not_fit_says_why():
     assert place(1000, 1250, 640, 0.05).ratio == "own" and place(1000, 1250, 640, 0.07).ratio == "4:3"
     with pytest.raises(TooExtremeError, match="would be cut off, at most 0 %"):
         place(1000, 1001, 640, 0.0)
-    with pytest.raises(ValueError, match="multiple of 16 pixels; got 250"):
+    with pytest.raises(ValueError, match="multiple of 16 up to 8192 pixels; got 250"):
         table(250)
 
 

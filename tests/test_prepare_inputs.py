@@ -4,6 +4,7 @@ import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.csv
@@ -19,7 +20,8 @@ from data.row import Columns
 from data.sources import fingerprint, open_sources, pieces
 from tests.collections_of_pictures import KINDS, files_of, picture, records, write_collection
 from tests.range_server import range_server
-from tests.shards import write_shard
+from tests.s3_server import KEYS, put, s3_server
+from tests.shards import simple_samples, write_shard
 from utils.byte_source import Patience
 
 QUICK = Patience(max_retries=3, first_wait_s=0.01, max_wait_s=0.02, stall_s=0.5, total_s=5)
@@ -268,6 +270,60 @@ def test_a_table_and_its_pictures_in_a_bucket(tmp_path, monkeypatch):
                             ("REGION", "eu-north-1")):  # fmt: skip
             monkeypatch.setenv(f"AWS_{name}", value)
         assert read("s3://bucket/table.csv") == read(path)
+
+
+def test_a_folder_of_pictures_in_a_bucket(tmp_path, monkeypatch):
+    """As the same folder on a disk; also names with characters that mean something in a URL; tars by a pattern."""
+    folder = write_collection(tmp_path / "in", "folder", records(5))
+    (folder / "50% off? 1+1.png").write_bytes(picture(7))
+    (folder / "50% off? 1+1.txt").write_text("a sale")
+    write_shard(tmp_path / "a.tar", simple_samples(2))
+    with s3_server() as url:
+        for name, value in (KEYS | {"AWS_ENDPOINT_URL": url}).items():
+            monkeypatch.setenv(name, value)
+        put(url, "/bucket")
+        for name, content in files_of(folder).items():
+            put(url, f"/bucket/set/{quote(name)}", content)
+        for name in ("a.tar", "b.tar"):
+            put(url, f"/bucket/tars/{name}", (tmp_path / "a.tar").read_bytes())
+        assert read("s3://bucket/set") == read("s3://bucket/set/") == read(folder)
+        [remote], [local] = (open_sources([str(place)], Columns()) for place in ("s3://bucket/set", folder))
+        origins = [[row.origin.removeprefix(s.location) for row in s.rows(2, 6)] for s in (remote, local)]
+        assert origins[0] == origins[1] and remote.ignored == []
+        assert [s.location for s in open_sources(["s3://bucket/tars/*.tar"], Columns())] == [
+            "s3://bucket/tars/a.tar", "s3://bucket/tars/b.tar",
+        ]  # fmt: skip
+        for wrong, message in (
+            ("s3://bucket/tars", "holds no pictures .*, but .tar; .* give the files: 's3://bucket/tars/\\*.tar'"),
+            ("s3://bucket/empty", "holds no pictures"),
+            ("s3://elsewhere/set", "--input s3://elsewhere/set cannot be listed: "),
+            ("s3://bucket/tars/*.csv", "matches none"),
+            ("https://host/set", "its name must say what it is"),
+            ("https://host/*.tar", "a web server does not list its files"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                open_sources([wrong], Columns())
+
+
+def test_a_lost_object_costs_seconds_not_minutes(monkeypatch):
+    """A row's picture is given up as one from the web is."""
+    with range_server({"/bucket/a.png": b"some bytes"}) as server:
+        for name, value in (KEYS | {"AWS_ENDPOINT_URL": server.url}).items():
+            monkeypatch.setenv(name, value)
+        server.faults = [503] * 100
+        monkeypatch.setattr("data.picture_bytes.WEB_PATIENCE", QUICK)
+        with pytest.raises(OSError, match="s3://bucket/a.png could not be read"):
+            read_picture_bytes("s3://bucket/a.png")
+        assert len(server.requests) == 1 + 1 + QUICK.max_retries  # its size, and every attempt
+
+
+def test_a_folder_without_pictures_says_what_there_is(tmp_path):
+    (tmp_path / "a.TXT").write_text("x")
+    with pytest.raises(ValueError, match=r"holds no pictures \(.*\), but .txt$"):
+        open_sources([str(tmp_path)], Columns())
+    (tmp_path / "b.parquet").write_text("x")
+    with pytest.raises(ValueError, match=r"but .parquet, .txt; of tables and tars give the files: '.*/\*.parquet'$"):
+        open_sources([str(tmp_path)], Columns())
 
 
 def test_names_in_a_table_are_relative_to_it():

@@ -15,6 +15,7 @@ from data.loader import Loader
 from data.order import GlobalOrder
 from data.plan import BatchPlan, every_language
 from data.reader import BadDataError, Reader
+from data.word_filter import WordFilter
 from tests.range_server import range_server
 from tests.shards import picture_bytes, simple_samples, write_shard
 
@@ -239,3 +240,10 @@ def test_remote_samples_are_asked_for_well_before_their_turn(tmp_path, monkeypat
         loader.close()
         # Two steps are decoded, and 40 samples asked for, before the plan changes and after.
         assert 2 * 2 + 40 <= len(server.requests) <= 2 * (2 * 2 + 40)
+
+
+def test_where_all_is_refused_the_shards_are_not_to_blame(tmp_path):
+    _, index = make_index(tmp_path)
+    with pytest.raises(BadDataError, match="the instruction has 1 of the refused words .*--refused_words; shorten"):
+        words = WordFilter(["thing", "东西"])
+        Reader(index, check_caption=words.check).read(every_language(index, 0)[0])

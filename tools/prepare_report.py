@@ -41,6 +41,8 @@ class Report:
         ]
         if c["ignored"]:
             lines.append(f"  ignored   {c['ignored']} files that are neither picture nor caption")
+        if not c["kept"]:
+            lines.append("  nothing   can be trained on: see the first lines of rejects.jsonl for what is wrong")
         return "\n".join([*lines, f"  report    {c['page']}"])
 
 

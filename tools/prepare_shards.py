@@ -5,6 +5,7 @@ NAME-000000.jsonl, a record a row.  A record file exists only when its tar is co
 an earlier row is found once, over all of them, and written to repeated.npy; then each shard is published without it.
 """
 
+import errno
 import json
 import os
 import tarfile
@@ -70,8 +71,9 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
         finally:
             aside.unlink(missing_ok=True)
     except OSError as error:
+        remedy = "make room and " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise ValueError(
-            f"{path} cannot be written: {error.strerror or error}; make room and give the same command again"
+            f"{path} cannot be written: {error.strerror or error}; {remedy}give the same command again"
         ) from error
 
 

@@ -203,13 +203,13 @@ def folder_versions(folder: str, patience: Patience | None = None) -> dict[str, 
     return {meta["path"].rpartition("/")[2]: _version(meta) for meta in listed}
 
 
-def list_below(folder: str, patience: Patience | None = None) -> list[str]:
-    """Return the URLs of all objects below an s3:// folder, also of those in folders of it, in no particular order.
+def list_below(folder: str, patience: Patience | None = None) -> dict[str, tuple[int, str]]:
+    """Return {path in an s3:// folder: (size, version)} of all objects below it, also of those in folders of it.
 
     Raises: OSError if it cannot be listed.
     """
     listed = in_python(folder, _list_below, folder, patience or DEFAULT_PATIENCE)
-    return [f"{folder}/{meta['path']}" for meta in listed]
+    return {meta["path"]: _version(meta) for meta in listed}
 
 
 def is_remote(location: str | Path) -> bool:
