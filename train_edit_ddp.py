@@ -11,7 +11,7 @@ The same command again resumes.  Source: Qwen-Image technical report, arXiv 2508
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,13 +39,14 @@ from model.micro_batch import MicroBatch
 from model.mmdit import MMDiT, MMDiTConfig, init_parameter
 from model.mmdit_plan import FSDP_UNITS, LORA_TARGETS, without_gradient
 from model.sampling import SamplerSettings
-from parallel import checkpoint
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.checkpoint_resume import resume
+from parallel.checkpoint_saver import CheckpointSaver
 from parallel.ddp import accumulating, replicate
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.lora import apply_lora, base_record, check_base, stored_parameters, trained_parameters
+from parallel.lora import apply_lora, base_record, stored_parameters, trained_parameters
 from parallel.weights import has_weights
 from tools.edit_grid import edit_grid, spread_examples
 from utils.config import parse, run_main, write_run_folder
@@ -73,6 +74,8 @@ class Experiment:
     data: str = "emoji-edits"  # emoji-edits, shards (folder, pattern or list.txt; s3://, https://), or a mixture
     validation_data: str = ""  # held-out shards, likewise; emoji-edits brings its own
     run_folder: str = "runs/edit"  # everything this run writes; an existing one is resumed
+    checkpoint_folder: str = ""  # its checkpoints alone, local or s3://, "" = run_folder/checkpoints
+    init_from: str = ""  # run, or one checkpoint of it, whose weights this one begins with
     # Batch and length
     num_steps: int = 1400  # optimizer steps
     global_batch_size: int = 32  # samples an optimizer step, over all ranks
@@ -261,13 +264,14 @@ def main(cfg: Config) -> None:
     ema = EMA(trained["renderer"].items(), cfg.ema_decay) if "renderer" in networks else None
 
     # ---- 5. Resume: copies, the same on all ranks, are stored once; with --zero each rank stores its part ------------
-    tensors, checkpoints = networks_tensors(trained, ema, optimizers), folder / "checkpoints"
+    tensors = networks_tensors(trained, ema, optimizers)
     base = base_record(networks["renderer"]) if ema else {}
     words = WordFilter.from_file(cfg.refused_words) if cfg.refused_words else WordFilter(())
+    keep = cfg.checkpoint_async, cfg.keep_checkpoints, cfg.keep_every, cfg.keep_best
+    saver = CheckpointSaver(cfg.checkpoint_folder or folder / "checkpoints", *keep, asdict(cfg))
     write_run_folder(folder, cfg, __file__, MAY_CHANGE)
-    start_step, state = checkpoint.load_latest(checkpoints, tensors)
+    start_step, state = resume(saver, tensors, base, cfg.model, cfg.init_from)
     if state is not None:
-        check_base(state, base, cfg.model)
         plan.load_state(state["data"])
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank)
     reading = sizes | seen_at | {"check_caption": words.check, "max_bad_samples": cfg.max_bad_samples}
@@ -282,11 +286,11 @@ def main(cfg: Config) -> None:
     for step in range(start_step, cfg.num_steps + 1):
         ended = step == cfg.num_steps
         if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
-            checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state(step)} | base)
-            checkpoint.prune(checkpoints, cfg.keep_checkpoints)
+            saver.save(step, tensors, {"step": step, "data": plan.state(step)} | base)
         with ema.swapped_in(networks["renderer"]) if ema else contextlib.nullcontext():
             if cfg.eval_every and (ended or step % cfg.eval_every == 0):
-                run_log.scalars(step, validate(networks, encoders, val_reader, cfg, val_micro_batches))
+                run_log.scalars(step, seen := validate(networks, encoders, val_reader, cfg, val_micro_batches))
+                saver.note_loss(step, seen.get("val_loss", seen.get("val_plan_loss")))
             if ema and cfg.sample_every and (ended or step % cfg.sample_every == 0):
                 drawn = encoders, examples, settings, cfg.seed, cfg.max_tokens_per_micro_batch, rank, num_ranks
                 run_log.image(step, "samples", edit_grid(networks["renderer"], *drawn))
@@ -353,7 +357,8 @@ def main(cfg: Config) -> None:
 
     # ---- 7. Tear-down -----------------------------------------------------------------------------------------------
     loader.close()
-    saved = checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None
+    saver.close()
+    saved = saver.path(cfg.num_steps) if cfg.save_every else None
     run_log.done(saved, f"tools.edit --model {folder} --image a.png --instruction 'Make the background pink.'")
     shutdown()
 

@@ -10,7 +10,7 @@ Source: Qwen-Image technical report, arXiv 2508.02324.
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -32,8 +32,9 @@ from model.latents import token_grid
 from model.micro_batch import MicroBatch
 from model.mmdit import MMDiT, MMDiTConfig, init_parameter
 from model.sampling import SamplerSettings
-from parallel import checkpoint
 from parallel.activation_checkpointing import apply_activation_checkpointing
+from parallel.checkpoint_resume import resume
+from parallel.checkpoint_saver import CheckpointSaver
 from parallel.compile import compile_units
 from parallel.context_parallel import apply_token_parallel
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
@@ -41,7 +42,7 @@ from parallel.float8 import apply_float8
 from parallel.fsdp import gathered, shard_frozen, shard_model
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.lora import apply_lora, base_record, check_base, trained_parameters
+from parallel.lora import apply_lora, base_record, trained_parameters
 from parallel.mesh import build_mesh, check_heads, data_parallel, peers, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights
@@ -71,6 +72,8 @@ class Experiment:
     shuffle_shards: int = 16  # shards whose samples are mixed at a time
     reweight: float = 0.0  # > 0 shifts a mixture's shares to groups of high validation loss: (loss / mean) ** reweight
     run_folder: str = "runs/mmdit"  # everything this run writes; an existing one is resumed
+    checkpoint_folder: str = ""  # its checkpoints alone, local or s3://, "" = run_folder/checkpoints
+    init_from: str = ""  # run, or one checkpoint of it, whose weights this one begins with
     # Batch and length
     num_steps: int = 1800  # optimizer steps
     global_batch_size: int = 64  # samples an optimizer step, over all ranks
@@ -253,13 +256,12 @@ def main(cfg: Config) -> None:
     ema = EMA(trained.items(), cfg.ema_decay)
 
     # ---- 6. Resume --------------------------------------------------------------------------------------------------
-    tensors = run_tensors(trained, ema, optimizer)
-    base, checkpoints = base_record(model), folder / "checkpoints"
+    tensors, base = run_tensors(trained, ema, optimizer), base_record(model)
+    keep = cfg.checkpoint_async, cfg.keep_checkpoints, cfg.keep_every, cfg.keep_best
+    saver = CheckpointSaver(cfg.checkpoint_folder or folder / "checkpoints", *keep, asdict(cfg))
     write_run_folder(folder, cfg, __file__, MAY_CHANGE - ({"eval_every", "eval_samples"} if cfg.reweight else set()))
-    start_step = 0
-    if (newest := checkpoint.latest(checkpoints)) is not None:
-        state, start_step = checkpoint.load(checkpoints, newest, tensors), newest
-        check_base(state, base, cfg.model)
+    start_step, state = resume(saver, tensors, base, cfg.model, cfg.init_from)
+    if state is not None:
         plan.load_state(state["data"])
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank())
     kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
@@ -275,12 +277,12 @@ def main(cfg: Config) -> None:
         # Watch before the step: turn 0 sees the untrained model, the last turn only watches.
         ended = step == cfg.num_steps
         if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
-            checkpoint.save(checkpoints, step, tensors, {"step": step, "data": plan.state(step)} | base)
-            checkpoint.prune(checkpoints, cfg.keep_checkpoints)
+            saver.save(step, tensors, {"step": step, "data": plan.state(step)} | base)
         if cfg.eval_every and (ended or step % cfg.eval_every == 0):
             with ema.swapped_in(model):
                 seen = validation_losses(model, encoders, val_reader, cfg, val_micro_batches, mixture.group_names)
             run_log.scalars(step, seen)
+            saver.note_loss(step, seen["val_loss"])
             if cfg.reweight:
                 order.reweight(step, seen, cfg.reweight)
                 loader.seek(step)
@@ -345,8 +347,9 @@ def main(cfg: Config) -> None:
 
     # ---- 8. Tear-down -----------------------------------------------------------------------------------------------
     loader.close()
+    saver.close()
     try_it = f"tools.sample --run {folder} --prompt 'dog face' --prompt 狗脸"
-    run_log.done(checkpoint.step_folder(checkpoints, cfg.num_steps) if cfg.save_every else None, try_it)
+    run_log.done(saver.path(cfg.num_steps) if cfg.save_every else None, try_it)
     shutdown()
 
 

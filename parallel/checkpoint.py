@@ -74,9 +74,9 @@ def load(folder: Path | str, step: int, tensors: dict[str, Tensor], partly: tupl
     Raises: ValueError, before a tensor changes, if the checkpoint is damaged, or its names, shapes or dtypes differ.
     """
     storage = open_storage(folder)
-    if found := _shared_problem(storage, step):
+    if found := shared_problem(storage, step):
         raise ValueError(f"{step_folder(folder, step)} is not a valid checkpoint: {found}")
-    return _load_verified(storage, step, tensors, partly)
+    return load_verified(storage, step, tensors, partly)
 
 
 def latest(folder: Path | str) -> int | None:
@@ -86,7 +86,7 @@ def latest(folder: Path | str) -> int | None:
     """
     storage = open_storage(folder)
     for step in on_main(lambda: steps(storage)):
-        if (found := _shared_problem(storage, step)) is None:
+        if (found := shared_problem(storage, step)) is None:
             return step
         if rank() == 0:
             log.warning("skipping damaged checkpoint %s: %s", step_folder(folder, step), found)
@@ -102,26 +102,7 @@ def load_latest(
     Raises: ValueError as `load` does.
     """
     step = latest(folder)
-    return (0, None) if step is None else (step, _load_verified(open_storage(folder), step, tensors, partly))
-
-
-def load_weights_only(source: Path | str, tensors: dict[str, Tensor], kind: str = "model") -> int:
-    """Fill `tensors`, the weights by their parameters' names, from a checkpoint of another run, and return its step.
-
-    source: one checkpoint (…/step-00000100), a run's folder, or a folder of checkpoints; of several the newest valid.
-    kind: "model" for the weights as they were trained, "ema" for their average.
-    Nothing else of that run is used: no optimizer state, no position in the data.  Every rank takes part.
-    Raises: ValueError, before a tensor changes, if there is no valid checkpoint, or names, shapes or dtypes differ.
-    """
-    folder, step = _find(str(source))
-    if step is None and (step := latest(folder)) is None:
-        raise ValueError(f"no valid checkpoint in {source}: give a run's folder, its checkpoints or one of them")
-    storage = open_storage(folder)
-    if found := _shared_problem(storage, step):
-        raise ValueError(f"{storage.path(step_name(step))} is not a valid checkpoint: {found}")
-    wanted = {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
-    _load_verified(storage, step, wanted, partly=(), only=f"{kind}.")
-    return step
+    return (0, None) if step is None else (step, load_verified(open_storage(folder), step, tensors, partly))
 
 
 def prune(folder: Path | str, keep_last: int, keep_every: int = 0) -> None:
@@ -184,12 +165,16 @@ def load_tensors(folder: Path | str, step: int, prefix: str) -> dict[str, Tensor
     return {name: stored.read(name) for name in names}
 
 
-def _load_verified(
-    storage: Storage, step: int, tensors: dict[str, Tensor], partly: tuple[str, ...], only: str = ""
+def load_verified(
+    storage: Storage, step: int, tensors: dict[str, Tensor], partly: tuple[str, ...], without: tuple[str, ...] = ()
 ) -> dict:
-    """Load from a checkpoint whose every byte is known to be right; only: the prefix of what is looked at in it."""
+    """Do what `load` does with a checkpoint whose every byte is known to be right.
+
+    without: prefixes of names that are not looked at in it.
+    """
     path, (record, reader) = storage.path(step_name(step)), _shared_reader(storage, step)
-    stored = {name: (tuple(shape), dtype) for name, (shape, dtype) in _specs(reader).items() if name.startswith(only)}
+    specs = _specs(reader).items()
+    stored = {name: (tuple(shape), dtype) for name, (shape, dtype) in specs if not name.startswith(without)}
     own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     wanted = {name: entry for of_rank in gather_results(lambda: own) for name, entry in of_rank.items()}
     fresh = compare(str(path), stored, wanted, partly)
@@ -200,15 +185,6 @@ def _load_verified(
     except dcp.CheckpointException as error:
         raise ValueError(f"{path} is valid but could not be read: {_cause(error)}") from error
     return record["state"]
-
-
-def _find(source: str) -> tuple[str, int | None]:
-    """Return the folder of checkpoints that is meant, and the step if it is one of them."""
-    parent, _, name = source.rstrip("/").rpartition("/")
-    if name.startswith("step-") and name[5:].isdigit():
-        return parent or ".", int(name[5:])
-    inside = f"{source.rstrip('/')}/checkpoints"
-    return (inside, None) if on_main(lambda: bool(steps(open_storage(inside)))) else (source, None)
 
 
 def _open(storage: Storage, step: int) -> tuple[dict, dcp.StorageReader]:
@@ -266,7 +242,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _shared_problem(storage: Storage, step: int) -> str | None:
+def shared_problem(storage: Storage, step: int) -> str | None:
     """Return what is wrong with a checkpoint, or None; the ranks share the reading and agree."""
     share = slice(rank(), None, num_ranks())
     problems = gather_results(lambda: problem(storage, step, share))

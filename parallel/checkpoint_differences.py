@@ -30,10 +30,13 @@ def compare(where: str, stored: Specs, wanted: Specs, partly: Collection[str]) -
         kinds = sorted({"optimizer" if name.startswith(tuple(partly)) else "model" for name in different})
         advice = "; resume with the settings it was made with, or give --init_from to a new run" if partly else ""
         shown = [f"{name} is {_text(stored[name])} there, {_text(wanted[name])} here" for name in other[:3]]
+        kinds_of_difference = (
+            f"{len(missing)} tensors not in it (first {missing[:3]})" if missing else "",
+            f"{len(extra)} only in it (first {extra[:3]})" if extra else "",
+            f"{len(other)} of another shape or dtype {shown}" if other else "",
+        )
         raise ValueError(
-            f"{where} belongs to another {' and '.join(kinds)}: {len(missing)} tensors not in it (first "
-            f"{missing[:3]}), {len(extra)} only in it (first {extra[:3]}), {len(other)} of another shape or dtype "
-            f"{shown}{advice}"
+            f"{where} belongs to another {' and '.join(kinds)}: {', '.join(filter(None, kinds_of_difference))}{advice}"
         )
     for names, text in (
         (fresh, "holds no optimizer state of %d parameters (first %s): they start with fresh state"),

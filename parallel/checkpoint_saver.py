@@ -15,7 +15,7 @@ from parallel import checkpoint_retention as retention_rules
 from parallel.checked_writer import write_and_verify
 from parallel.checkpoint_layout import Layout, signature
 from parallel.checkpoint_publish import describe, publish, write_tensors
-from parallel.checkpoint_retention import Retention, make_room, problem, steps, stored_losses
+from parallel.checkpoint_retention import Retention, make_room, problem, step_name, steps, stored_losses
 from parallel.checkpoint_storage import open_storage
 from parallel.distributed import gather_results, is_main, num_ranks, on_main, rank
 from parallel.host_memory import HostMemory
@@ -59,8 +59,8 @@ class CheckpointSaver:
             raise ValueError(f"--checkpoint_async must be one of {', '.join(MODES)}, got {mode!r}")
         if keep_last < 1 or keep_every < 0 or keep_best < 0 or max_failures < 1:
             raise ValueError(
-                f"at least 1 checkpoint must be kept, and no count be negative: got keep_last {keep_last}, keep_every "
-                f"{keep_every}, keep_best {keep_best}, max_failures {max_failures}"
+                f"--keep_checkpoints must be at least 1 and no number negative: got {keep_last}, --keep_every "
+                f"{keep_every}, --keep_best {keep_best}, max_failures {max_failures}"
             )
         self.storage, self.mode = open_storage(folder), mode
         self.retention = Retention(keep_last, keep_every, keep_best)
@@ -87,6 +87,10 @@ class CheckpointSaver:
         """Whether a save goes on in the background on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
+    def path(self, step: int) -> Path | str:
+        """Return where the checkpoint of a step lies, or would."""
+        return self.storage.path(step_name(step))
+
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Plan the saves and allocate their memory before the first, which then takes no longer than the others.
 
@@ -94,9 +98,13 @@ class CheckpointSaver:
         """
         self._plan(tensors)
 
-    def note_loss(self, step: int, loss: float) -> None:
-        """Tell the validation loss of a step, by which `keep_best` chooses; before or after its save."""
-        self._losses[step] = loss
+    def note_loss(self, step: int, loss: float | None) -> None:
+        """Tell the validation loss of a step, None if it has none; `keep_best` chooses by it.
+
+        Before or after the step's save.
+        """
+        if loss is not None:
+            self._losses[step] = loss
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, rank_state: dict | None = None) -> None:
         """Save; every rank takes part.  It waits for the save before, and in the background modes for a copy only.

@@ -194,27 +194,6 @@ def test_another_optimizer_is_an_error(tmp_path):
     assert all(not tensor.any() for tensor in tensors.values())
 
 
-def test_weights_only(tmp_path):
-    run = tmp_path / "run"
-    for step in (1, 2):
-        tensors = run_of(("a.weight",), value=float(step))
-        tensors |= {name.replace("model.", "ema."): -t for name, t in tensors.items() if name.startswith("model.")}
-        checkpoint.save(run / "checkpoints", step, tensors, {"step": step})
-    for source, step in ((run, 2), (run / "checkpoints", 2), (run / "checkpoints/step-00000001", 1)):
-        weights = {"a.weight": torch.zeros(3), "a.weight_2": torch.zeros(3)}
-        assert checkpoint.load_weights_only(source, weights) == step
-        assert all(torch.equal(tensor, torch.full((3,), float(step))) for tensor in weights.values())
-    checkpoint.load_weights_only(run, weights, "ema")
-    assert torch.equal(weights["a.weight"], torch.full((3,), -2.0))
-    with pytest.raises(ValueError, match=r"1 only in it \(first \['model.a.weight_2'\]\)"):
-        checkpoint.load_weights_only(run, {"a.weight": torch.zeros(3)})
-    with pytest.raises(ValueError, match="no valid checkpoint in .*none: give a run's folder"):
-        checkpoint.load_weights_only(tmp_path / "none", weights)
-    os.truncate(run / "checkpoints/step-00000001/index.json", 10)
-    with pytest.raises(ValueError, match="not a valid checkpoint: index.json has 10 of"):
-        checkpoint.load_weights_only(run / "checkpoints/step-00000001", weights)
-
-
 def test_checkpoints_of_the_first_format_load(tmp_path):
     """Files as torch.distributed.checkpoint writes them, under a record that lists them."""
     path = tmp_path / "step-00000003"

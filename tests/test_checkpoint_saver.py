@@ -209,7 +209,7 @@ def test_a_last_save_that_fails_is_an_error(tmp_path, mode, monkeypatch):
 def test_settings_that_make_no_sense(tmp_path):
     with pytest.raises(ValueError, match="--checkpoint_async must be one of none, thread, process, got 'fork'"):
         CheckpointSaver(tmp_path, "fork")
-    with pytest.raises(ValueError, match="at least 1 checkpoint must be kept"):
+    with pytest.raises(ValueError, match="--keep_checkpoints must be at least 1"):
         CheckpointSaver(tmp_path, keep_last=0)
     with pytest.raises(ValueError, match="a local path or to s3://, got gs://x"):
         CheckpointSaver("gs://x/y")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from parallel import checkpoint
+from parallel.checkpoint_resume import load_weights
 from parallel.checkpoint_saver import MODES, CheckpointSaver
 from parallel.checkpoint_storage import S3Storage, open_storage
 from tests.s3_server import KEYS, put, s3_server
@@ -57,9 +58,9 @@ def test_checkpoints_in_s3(s3, caplog):
     saver.close()
     assert storage.names() == ["step-00000024"]
     assert_loads(folder, 24)
-    weights = {"a": torch.zeros(3, 4), "b": torch.zeros(5).bfloat16(), "t": torch.zeros(3, 2)}
-    assert checkpoint.load_weights_only("s3://bucket/runs/one", weights) == 24
-    assert torch.equal(weights["a"], tensors_of(24.0)["model.a"])
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(0.0).items()}
+    assert load_weights("s3://bucket/runs/one", tensors, {}, "model") == 24
+    assert torch.equal(tensors["model.a"], tensors_of(24.0)["model.a"])
 
 
 class _FaultyPuts(BaseHTTPRequestHandler):

@@ -12,6 +12,7 @@ from PIL import Image
 from parallel import checkpoint
 from tests.script_runs import run_script
 from tests.shards import simple_samples, write_shard
+from utils.run_state import checkpoint_folder
 
 FAST = [
     "--global_batch_size", "8", "--lr_schedule", "constant", "--eval_every", "0", "--sample_every", "0",
@@ -65,7 +66,7 @@ def stopped(cache, tmp_path_factory):
 def test_resumed_run_is_the_undisturbed_one_to_the_bit(cache, undisturbed, stopped, tmp_path):
     resumed = tmp_path / "resumed"
     shutil.copytree(stopped, resumed)
-    train(cache, resumed, "--num_steps", "10", "--save_every", "5", ranks=2)
+    train(cache, resumed, "--num_steps", "10", "--save_every", "2", "--checkpoint_async", "process", ranks=2)
     expected, actual = state(undisturbed, 10), state(resumed, 10)
     assert expected.keys() == actual.keys() and any(name.startswith("optimizer.") for name in expected)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -82,6 +83,25 @@ def test_resume_on_another_world_size_and_mesh(cache, undisturbed, stopped, tmp_
     assert samples_seen(resumed) == samples_seen(undisturbed)
     losses = [[m["loss"] for m in metrics(run)] for run in (resumed, undisturbed)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_which_checkpoints_stay_where_and_a_run_that_begins_with_their_weights(cache, tmp_path):
+    first, second, elsewhere = tmp_path / "first", tmp_path / "second", tmp_path / "elsewhere"
+    flags = ["--num_steps", "7", "--save_every", "1", "--eval_every", "1", "--checkpoint_folder", str(elsewhere)]
+    kept = ["--keep_checkpoints", "1", "--keep_every", "3", "--keep_best", "1", "--checkpoint_async", "thread"]
+    assert str(elsewhere / "step-00000007") in train(cache, first, *flags, *kept)
+    losses = {m["step"]: m["val_loss"] for m in metrics(first) if m.get("val_loss") and m["step"]}
+    best = min(losses, key=losses.get)
+    assert {path.name for path in elsewhere.iterdir()} == {f"step-{step:08d}" for step in {3, 6, 7, best}}
+    assert not (first / "checkpoints").exists() and checkpoint_folder(first) == str(elsewhere)
+    # No learning rate: after a step the weights are still those of the start.
+    train(cache, second, "--init_from", str(first), "--num_steps", "1", "--save_every", "1", "--lr", "0")
+    before, after = checkpoint.load_tensors(elsewhere, 7, "model."), state(second, 1)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(torch.equal(after[name.replace("model.", "ema.", 1)], before[name]) for name in before)
+    assert after["optimizer.proj_out.weight.step"] == 1
+    refused = train(cache, tmp_path / "third", "--init_from", str(first), "--num_languages", "3", expect=2)
+    assert "1 tensors not in it (first ['model.language_embed.weight'])" in refused
 
 
 def test_everything_a_run_should_leave(cache, tmp_path):

@@ -13,6 +13,7 @@ from model.mmdit import MMDiT, MMDiTConfig
 from model.mmdit_plan import without_gradient
 from parallel import checkpoint
 from parallel.weights import has_weights, read_safetensors
+from utils.run_state import checkpoint_folder
 
 # Names under which runs keep the renderer: train_edit_ddp.py and, of the same network, train_mmdit.py.
 _RAW_PREFIXES = ("renderer.", "model.")
@@ -48,7 +49,7 @@ def load_edit_model(model: Path, step: int, weights: str, device: torch.device, 
                 f"{model / 'config.json'} is not that of a run: give a run folder, or one with transformer/"
             )
         folder = Path(trained["model"])
-        stored = checkpoint.StoredTensors(model / "checkpoints", None if step < 0 else step)
+        stored = checkpoint.StoredTensors(checkpoint_folder(model), None if step < 0 else step)
     elif not (folder / "transformer").is_dir():
         raise ValueError(f"{model} is neither a run folder (config.json) nor in the released layout (transformer/)")
     groups = _groups(stored) if stored else {}

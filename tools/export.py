@@ -31,6 +31,7 @@ from tools.exported_weights import ExportedWeights
 from tools.model_card import facts, licenses, model_card
 from tools.pipeline_parts import copy_parts, find_parts
 from utils.config import parse, run_main
+from utils.run_state import checkpoint_folder
 
 # ComfyUI takes the released names as they are.  It builds the released sizes but for the number of layers, and tells
 # zero_cond_t from an empty tensor of this name.
@@ -222,8 +223,8 @@ def main(cfg: Config) -> None:
         print("note: ComfyUI builds the released sizes only; it will not open this model's", flush=True)
 
     # What the checkpoint holds
-    print(f"checking every byte of the checkpoint in {run / 'checkpoints'}", flush=True)
-    stored = StoredTensors(run / "checkpoints", step)
+    print(f"checking every byte of the checkpoint in {checkpoint_folder(run)}", flush=True)
+    stored = StoredTensors(checkpoint_folder(run), step)
     weights: ExportedWeights | MergedWeights
     if cfg.merge:
         adapter = Adapter.from_run(stored, cfg.weights, trained)

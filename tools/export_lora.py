@@ -21,6 +21,7 @@ from tools.adapter import Adapter
 from tools.export import check_replaceable, check_space, chosen_step, compare, find_model, published, read_trained
 from tools.model_card import facts, licenses
 from utils.config import parse, run_main
+from utils.run_state import checkpoint_folder
 
 # Where `diffusers` looks for an adapter's settings, a JSON object in the file's metadata.
 # Source: diffusers 0.42, loaders/lora_base.py LORA_ADAPTER_METADATA_KEY, utils/state_dict_utils.py.
@@ -79,7 +80,7 @@ def main(cfg: Config) -> None:
     if output.suffix != ".safetensors":
         raise ValueError(f"an adapter is one file: name it something.safetensors, got --output {cfg.output}")
     check_replaceable(output, cfg.overwrite, (run, model))
-    stored = StoredTensors(run / "checkpoints", chosen_step(cfg.step))
+    stored = StoredTensors(checkpoint_folder(run), chosen_step(cfg.step))
     adapter = Adapter.from_run(stored, cfg.weights, trained)
     file = AdapterFile(adapter, cfg.format, getattr(torch, cfg.dtype))
     num_bytes = sum(spec.num_bytes for spec in file.specs.values())

@@ -31,6 +31,7 @@ from tools.adapter import Adapter, load_adapted
 from utils.config import parse, run_main
 from utils.picture_grid import labelled_grid
 from utils.random_streams import torch_generator
+from utils.run_state import checkpoint_folder
 
 log = logging.getLogger("sample")
 _SIZE = re.compile(r"\s*@(\d+)x(\d+)\s*$")
@@ -126,7 +127,7 @@ def load_model(run: str, model: str, step: int, weights: str, device: torch.devi
     with torch.device("meta"):
         network = MMDiT(mmdit_config)
     if run:
-        checkpoints = Path(run) / "checkpoints"
+        checkpoints = checkpoint_folder(Path(run))
         step = checkpoint.latest(checkpoints) if step < 0 else step
         if step is None:
             raise ValueError(f"no valid checkpoint in {checkpoints}; has the run saved one yet?")

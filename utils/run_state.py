@@ -1,12 +1,26 @@
-"""What a checkpoint of a run holds: the trained parameters, their average and the optimizer's state, by name."""
+"""Where the checkpoints of a run are, and what they hold: trained parameters, average and optimizer state, by name."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from utils.ema import EMA
 from utils.optimizer import Together, optimizer_tensors
+
+
+def checkpoint_folder(run: Path | str) -> Path | str:
+    """Return where a run's checkpoints lie: its own folder, if its config.json names no other.
+
+    run: the run's folder; an s3:// URL can only be one with checkpoints/ in it.
+    """
+    if isinstance(run, str) and "://" in run:
+        return f"{run.rstrip('/')}/checkpoints"
+    config = Path(run) / "config.json"
+    named = json.loads(config.read_text(encoding="utf-8")).get("checkpoint_folder") if config.is_file() else None
+    return named or Path(run) / "checkpoints"
 
 
 def run_tensors(
