@@ -12,6 +12,7 @@ Usage (from anywhere; paths are relative to the folder of this file):
   ./launch.sh                               set up, then train the default on this machine's devices
   ./launch.sh train_mmdit.py [--flag …]     set up, then launch a script; --help lists its flags
   ./launch.sh -m tools.sample [--flag …]    set up, then run a tool in one process
+  ./launch.sh slurm [--nodes 4 …] train_mmdit.py [--flag …]           write and submit a Slurm job
   ./launch.sh test [pytest argument …]      set up with the test packages, then run all tests
   ./launch.sh test-deploy [argument …]      likewise those that need a real Slurm, several hosts, Prometheus or a
                                             browser: as root on Debian or Ubuntu it installs what is missing of
@@ -34,6 +35,8 @@ Four machines of eight GPUs, on each of them:
   NNODES=4 RDZV_ENDPOINT=node0:29400 ./launch.sh train_mmdit.py --tp 4 --run_folder /shared/runs/a
 which is, apart from the set-up,
   torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=node0:29400 train_mmdit.py …
+or, where a scheduler starts the machines (./launch.sh slurm --help, docs/cluster.md),
+  ./launch.sh slurm --nodes 4 --gpus 8 --time 24:00:00 train_mmdit.py --tp 4 --run_folder /shared/runs/a
 END
 }
 
@@ -190,6 +193,7 @@ launch() {
         # stale: every recovery tried with torch 2.13 failed, with this every one worked.
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     fi
+    trap '' USR1 # "save and stop": until the launcher has its own handler it would die of it
     # torchrun, with rules for when to start again and without a traceback of its own.
     exec .venv/bin/python -m utils.torchrun --nnodes="$nodes" --nproc_per_node="$NGPU" \
         --max_restarts="$MAX_RESTARTS" --rdzv_backend=c10d "${rendezvous[@]}" "$@"
@@ -215,6 +219,10 @@ case ${1:-} in
         fi
         exec .venv/bin/python -m pytest -m deploy -rs tests/deploy "${@:2}"
         ;;
+    slurm)
+        set_up requirements.txt >&2
+        exec .venv/bin/python -m tools.slurm "${@:2}"
+        ;;
     -m)
         [[ -n ${2:-} ]] || die "-m needs a module, such as tools.sample"
         set_up requirements.txt
@@ -230,6 +238,7 @@ case ${1:-} in
         launch "$@"
         ;;
     *)
-        die "do not know '$1'; give a script.py, -m MODULE, test, test-deploy, setup or nothing (./launch.sh --help)"
+        die "do not know '$1'; give a script.py, -m MODULE, slurm, test, test-deploy, setup or nothing;" \
+            "./launch.sh --help"
         ;;
 esac
