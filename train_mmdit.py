@@ -320,8 +320,8 @@ def main(cfg: Config) -> None:
             tokens += batch.num_tokens
         # Clip.  The sums over all ranks make all see the same loss and norm, so all stop or none; peers count alike
         norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
-        local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples)]
-        *sums, tokens, fillers, flops, num_bad = (total / num_peers for total in all_reduce_sum(local, device))
+        local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples), text.num_truncated]
+        *sums, tokens, fillers, flops, num_bad, num_cut = (n / num_peers for n in all_reduce_sum(local, device))
         loss = (means := tally.means(sums, "loss"))["loss"]
         run_log.check(step, {"loss": loss, "gradient norm": norm}, num_bad, cfg.max_bad_samples)
         # Step
@@ -340,7 +340,7 @@ def main(cfg: Config) -> None:
         if cfg.log_every and step % cfg.log_every == 0:
             scalars = means | {f"samples_{name}": count for name, count in order.counts(step + 1).items()}
             scalars |= {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
-            scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad}
+            scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad, "cut_captions": num_cut}
             scalars |= {"filler": fillers / (tokens + fillers)} if cfg.compile else {}
             scalars |= device_scalars(flops / step_s / dist.get_world_size(), peak, device)
             run_log.scalars(step, scalars)

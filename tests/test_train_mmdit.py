@@ -176,11 +176,17 @@ def test_a_mixture_with_moving_shares_resumes_on_other_ranks(cache, tmp_path):
 
 
 def test_own_shards_in_any_number(cache, tmp_path):
-    """One shard on two ranks, fewer samples than a batch, and a bad sample: replaced, named, and within its budget."""
-    shard = write_shard(tmp_path / "mine.tar", simple_samples(6))
+    """One shard on two ranks, fewer samples than a batch, a caption that is cut and counted, a bad sample: replaced,
+    named, and within its budget.
+    """
+    *samples, last = simple_samples(6)
+    shard = write_shard(tmp_path / "mine.tar", [*samples, last | {"captions": {"en": ["long " * 1200]}}])
     run = tmp_path / "run"
     data = ["--data", str(shard), "--validation_data", str(shard), "--save_every", "0", "--num_steps", "3"]
+    data += ["--max_tokens_per_micro_batch", "1200"]
     train(cache, run, *data, "--eval_every", "3", ranks=2)
+    counts = [line["cut_captions"] for line in metrics(run) if "loss" in line]
+    assert counts == sorted(counts) and 1 <= counts[-1] <= 2  # each rank encodes it once and keeps it
     assert {len(keys) for keys in samples_seen(run).values()} == {8}
     content = bytearray(shard.read_bytes())
     content[content.index(b"IDAT") + 9] ^= 0xFF  # inside the first picture; the cached index keeps its size and time
