@@ -352,7 +352,7 @@ def test_categories_and_shares():
     ]
     assert parse_shares(["remove=2", "add=0.5"]) == {"remove": 2.0, "add": 0.5} and parse_shares([]) is None
     for text in ("remove", "remove=", "remove=-1", "remove=inf", "remove=nan"):
-        with pytest.raises(ValueError, match="--shares takes category=number"):
+        with pytest.raises(ValueError, match="--shares takes name=number"):
             parse_shares([text])
 
 
