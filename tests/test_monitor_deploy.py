@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from tests.test_monitor import free_port, scrape
+from tools.grafana import dashboard_text
 from utils import machine_state
 from utils.monitor import Monitor
 from utils.monitor_metrics import METRICS
@@ -69,6 +70,11 @@ def test_every_metric_of_a_panel_is_exported(exported, panel):
         used = set(NAME.findall(target["expr"]))
         assert used and used <= exported, target["expr"]
         assert 'run=~"$run"' in target["expr"] and target["legendFormat"], target["expr"]
+
+
+def test_the_dashboard_is_what_its_description_makes():
+    text = (REPOSITORY / "deploy/grafana/training.json").read_text(encoding="utf-8")
+    assert text == dashboard_text(), "run: python -m tools.grafana"
 
 
 def test_the_dashboard_can_be_provisioned_and_linked_to(exported):
