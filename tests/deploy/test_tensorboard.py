@@ -23,13 +23,14 @@ from PIL import Image
 
 from tests.deploy.browser import CHROMIUM, Browser
 from utils.logging import RunLog
+from utils.run_options import RunOptions
 
 pytestmark = pytest.mark.deploy
 PROMPTS = ("dog face", "狗脸", "a *starred* <b>prompt</b>", f"1. {string.punctuation} $x$")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(RunOptions):
     lr: float = 0.001
     data: str = "emoji_small"
     sample_prompts: tuple[str, ...] = PROMPTS
