@@ -164,7 +164,7 @@ class Reader:
                 f"{self._num_refused} samples hold --refused_words; shorten that list or leave them out of the data"
             )
         raise BadDataError(
-            f"sample {key} cannot be used ({reason}), and no other of at most {planned.num_tokens} tokens can take its "
+            f"sample {key} is bad ({reason}), and no other of at most {planned.num_tokens} tokens can take its "
             f"place: {remedy}"
         )
 
