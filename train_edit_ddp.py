@@ -119,8 +119,6 @@ class Experiment:
     static_graph: bool = False  # let DDP learn the order of operations once; only for one micro-batch a step
     zero: bool = False  # share the optimizer's state out over the ranks (ZeRO-1)
     activation_checkpointing: str = "none"  # none, full, every_2 (each second block, …), selective (keep products)
-    # Watching
-    num_examples: int = 12  # held-out edits drawn as reference | result | target
     seed: int = 0
 
 
@@ -246,7 +244,8 @@ def main(cfg: Config) -> None:
         build_index(list(paths), text.count_tokens, tokens_id, cache, rank, num_ranks, **seen_at)
         for paths in (shards, val_shards)
     )
-    sampler = CategoryBalancedSampler(index, parse_shares(cfg.shares), num_ranks, rank, cfg.seed, cfg.global_batch_size)
+    balance = parse_shares(cfg.shares), num_ranks, rank, cfg.seed, cfg.global_batch_size
+    sampler = CategoryBalancedSampler(index, *balance, edits_only=True)
     sizes = {"max_pixels": cfg.max_pixels, "reference_pixels": cfg.reference_pixels}
     plan = BatchPlan(
         index, sampler, num_ranks=num_ranks, rank=rank, max_tokens=cfg.max_tokens_per_micro_batch, seed=cfg.seed,

@@ -1,4 +1,4 @@
-"""Train a Qwen-Image-class text-to-image MMDiT with flow matching: FSDP2 × tensor parallel, packed mixed sizes.
+"""Train a Qwen-Image-class MMDiT, text-to-image and edits, with flow matching: FSDP2 × tensor parallel, packed.
 
     ./launch.sh                                                     this machine: all GPUs, or two CPU processes
     torchrun --nproc_per_node=8 train_mmdit.py --model /models/Qwen-Image --data '/data/shards/*.tar'
@@ -18,14 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.captions import LANGUAGE_ROWS
+from data.edit import check_edit_values, token_weights
 from data.index import build_index
+from data.instructions import trained_wording
 from data.labels import sample_labels
 from data.loader import Loader
 from data.mixture import load_mixture
-from data.mixture_order import MixtureOrder
 from data.plan import BatchPlan, spread_micro_batches
 from data.reader import Reader, Sample
 from data.shard_cache import open_shard_cache
+from data.task_order import build_order
 from model import flow, mmdit_plan
 from model.encoders import Encoders
 from model.latents import token_grid
@@ -46,6 +48,7 @@ from parallel.lora import apply_lora, base_record, trained_parameters
 from parallel.mesh import build_mesh, check_heads, data_parallel, peers, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights
+from tools.edit_grid import edit_grid, spread_examples
 from tools.sample_grid import sample_grid
 from utils.config import parse, run_main, write_run_folder
 from utils.ema import EMA
@@ -67,7 +70,9 @@ class Experiment:
     # Model and data
     model: str = "assets/tiny"  # folder in the released layout: transformer/ vae/ text_encoder/ tokenizer/ scheduler/
     from_scratch: bool = False  # ignore weights in the folder's transformer/
-    data: str = "emoji-small"  # emoji-small, emoji, shards (folder, pattern or list.txt; s3://, https://), or a mixture
+    task: str = "t2i"  # t2i, edit (the whole model, as train_edit_ddp.py's renderer) or mixed, in one pack
+    task_shares: tuple[str, ...] = ()  # of mixed: t2i=5 edit=4 reconstruction=1; in a mixture file the groups say
+    data: str = "emoji-small"  # emoji-small, emoji, emoji-edits, shards (folder, pattern, list.txt; s3://), a mixture
     validation_data: str = ""  # held-out shards, likewise; the emoji sets bring their own
     shuffle_shards: int = 16  # shards whose samples are mixed at a time
     reweight: float = 0.0  # > 0 shifts a mixture's shares to groups of high validation loss: (loss / mean) ** reweight
@@ -91,6 +96,12 @@ class Experiment:
     zh_share: float = 0.5  # probability of the Chinese caption where a sample has both
     num_languages: int = 0  # 3 adds a zero-initialised language embedding (zh, en, other)
     sample_posterior: bool = False  # draw latents from the VAE's posterior rather than take its mode
+    # Edits
+    reference_pixels: int = 96 * 96  # area at which the network sees each reference; the released models: 1048576
+    condition_pixels: int = 96 * 96  # area at which the text encoder sees it; the released models: 147456
+    shares: tuple[str, ...] = ()  # with --task edit, of each category, "remove=2 text=1 …"; nothing = all alike
+    normalize: float = 0.5  # probability that a loose wording is put into its canonical form
+    region_weight: float = 1.0  # of a token inside the edited region against one outside, where a sample has a mask
     # Optimizer
     optimizer: str = "adamw"  # adamw; adamw8bit (torchao): 2 bytes of state a weight; muon: for the blocks' matrices
     lr: float = 4e-3  # peak learning rate
@@ -141,26 +152,29 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
 
     Every random number belongs to (seed, epoch, sample, purpose), so it is the same on any cluster shape.
     """
-    images, noise, times = [], [], []
+    images, noise, times, weights = [], [], [], []
     for sample in samples:
         epoch, purpose = (sample.plan.epoch, "train") if stratum is None else (0, f"validation {stratum}")
         random = torch_generator(cfg.seed, epoch, sample.key, purpose)
         mean, std = encoders.moments(sample.key, sample.read_pixels, sample.latents)
         normal, eps, posterior = torch.randn((), generator=random), *torch.randn(2, *mean.shape, generator=random)
-        images.append([mean + std * posterior.to(std) if cfg.sample_posterior else mean])
+        target = mean + std * posterior.to(std) if cfg.sample_posterior else mean
+        images.append([target, *encoders.references(sample.references_key, sample.references)])
         noise.append(eps)
-        times.append(flow.draw_t(normal, token_grid(mean), cfg.t_mean, cfg.t_std, stratum))
+        times.append(flow.draw_t(normal, grid := token_grid(mean), cfg.t_mean, cfg.t_std, stratum))
+        weights.append(token_weights(sample.mask, grid, cfg.region_weight))
+    said = [trained_wording(sample, cfg.normalize if stratum is None else 0.0, cfg.seed) for sample in samples]
     with gathered(encoders.text.language_model):
-        txt = [encoders.prompt(sample.caption, sample.states) for sample in samples]
+        txt = [encoders.prompt(t, s.states, s.conditions, s.references_key) for t, s in zip(said, samples, strict=True)]
     labels = sample_labels(samples, lambda sample: sample.plan.group, encoders.device)
-    return MicroBatch.build(images, noise, txt, times, labels)
+    return MicroBatch.build(images, noise, txt, times, labels, weights if cfg.region_weight != 1.0 else None)
 
 
 def sample_losses(model: nn.Module, batch: MicroBatch, cfg: Config) -> Tensor:
     """Return the flow-matching loss of each sample, (B,) float32."""
     x_t = flow.interpolate(batch.x0, batch.noise, batch.t, batch.layout)
     velocity = model(x_t, batch.txt, batch.t, batch.layout, batch.language if cfg.num_languages else None)
-    return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout)
+    return flow.loss_per_sample(velocity, flow.velocity_target(batch.x0, batch.noise), batch.layout, batch.token_weight)
 
 
 @torch.no_grad()
@@ -180,24 +194,26 @@ def validation_losses(
 def main(cfg: Config) -> None:
     # ---- 1. Distributed and mesh ------------------------------------------------------------------------------------
     check_options(cfg, num_languages=(0, 3), optimizer=OPTIMIZERS)
+    check_edit_values(cfg)
     device = init_distributed(cfg.timeout_s)
     mesh = build_mesh(device.type, cfg.dp_replicate, cfg.dp_shard, cfg.cp, cfg.tp)
-    data_rank, num_data_ranks = data_parallel(mesh)
+    data_ranks = data_rank, num_data_ranks = data_parallel(mesh)
     num_peers = dist.get_world_size() // num_data_ranks  # ranks that work on the same samples
     dtype = getattr(torch, cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32")
     folder = Path(cfg.run_folder)
     set_up_logging(folder, is_main(), dist.get_rank())
 
     # ---- 2. Frozen encoders -----------------------------------------------------------------------------------------
-    encoders = Encoders(cfg.model, device, dtype, cfg.latents_cache_gib, cfg.text_cache_gib, load=False)
+    with_vision, memory = cfg.task != "t2i", (cfg.latents_cache_gib, cfg.text_cache_gib)
+    encoders = Encoders(cfg.model, device, dtype, *memory, with_vision, load=False)
 
     # ---- 3. Data ----------------------------------------------------------------------------------------------------
-    cache = Path(cfg.cache_folder)
-    mixture, text, ranks = load_mixture(cfg.data), encoders.text, (dist.get_rank(), dist.get_world_size())
+    cache, text, mixture = Path(cfg.cache_folder), encoders.text, load_mixture(cfg.data, cfg.task, cfg.task_shares)
+    counted = text.count_tokens, text.counts_id(with_vision), cache, dist.get_rank(), dist.get_world_size()
     shards = mixture.shards("train", cache)  # and the source of each
     val_shards = mixture.held_out(cfg.validation_data, shards, cache)
     index, val_index = (
-        build_index(list(paths), text.count_tokens, text.tokenizer_id, cache, *ranks, encoded_by=encoders.identity)
+        build_index(list(paths), *counted, encoders.identity, cfg.condition_pixels if with_vision else None)
         for paths in (shards, val_shards)
     )
     if index.is_encoded() and val_index.is_encoded():
@@ -207,14 +223,16 @@ def main(cfg: Config) -> None:
     if cfg.shard_text_encoder and encoders.text.has_weights:
         shard_frozen(encoders.text.language_model, weights_mesh(mesh)["dp_shard"])
     mixture.check_reweight(cfg.reweight, cfg.eval_every)
-    order = MixtureOrder(index, mixture, [*shards.values()], cfg.global_batch_size, cfg.seed, cfg.shuffle_shards)
+    dealt = [*shards.values()], cfg.shares, cfg.global_batch_size, cfg.seed, cfg.shuffle_shards
+    order, sizes = build_order(cfg.task, index, mixture, *dealt), (cfg.max_pixels, cfg.reference_pixels)
     plan = BatchPlan(
         index, order, num_ranks=num_data_ranks, rank=data_rank, max_tokens=cfg.max_tokens_per_micro_batch,
         seed=cfg.seed, caption_dropout=cfg.caption_dropout, zh_share=cfg.zh_share, max_pixels=cfg.max_pixels,
+        reference_pixels=cfg.reference_pixels, condition_pixels=cfg.condition_pixels, count_tokens=text.count_tokens,
         num_empty_tokens=text.count_tokens(""), fill=cfg.compile, max_text_tokens=cfg.max_text_tokens_per_micro_batch,
     )  # fmt: skip
     val_micro_batches = spread_micro_batches(
-        val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, cfg.max_pixels,
+        val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, *sizes, group_of=
         lambda record, language: mixture.group_of_record(record, language, [*val_shards.values()]),
     )  # fmt: skip
 
@@ -249,10 +267,8 @@ def main(cfg: Config) -> None:
 
     # ---- 5. Optimizer and EMA ---------------------------------------------------------------------------------------
     trained = trained_parameters(model)
-    optimizer = build_optimizer(
-        cfg.optimizer, trained.items(), cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay,
-        mmdit_plan.FSDP_UNITS,
-    )  # fmt: skip
+    how = cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay, mmdit_plan.FSDP_UNITS
+    optimizer = build_optimizer(cfg.optimizer, trained.items(), *how)
     ema = EMA(trained.items(), cfg.ema_decay)
 
     # ---- 6. Resume --------------------------------------------------------------------------------------------------
@@ -265,12 +281,12 @@ def main(cfg: Config) -> None:
         plan.load_state(state["data"])
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank())
     kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
-    reader, val_reader = (Reader(i, cfg.max_pixels, cfg.max_bad_samples, kept) for i in (index, val_index))
+    reading = cfg.max_pixels, cfg.max_bad_samples, kept, None, cfg.reference_pixels, cfg.condition_pixels
+    reader, val_reader = (Reader(i, *reading) for i in (index, val_index))
+    examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, *sizes)]
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture, peers(mesh))
-    log.info(
-        "%.2f M parameters, %d training samples, %d ranks (%s), from step %d to %d",
-        num_parameters / 1e6, len(index), dist.get_world_size(), mesh, start_step, cfg.num_steps,
-    )  # fmt: skip
+    facts = num_parameters / 1e6, len(index), dist.get_world_size(), mesh, start_step, cfg.num_steps
+    log.info("%.2f M parameters, %d training samples, %d ranks (%s), from step %d to %d", *facts)
     timer, peak = PhaseTimer(device), device_peak(device, dtype)
     # ---- 7. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
@@ -288,12 +304,10 @@ def main(cfg: Config) -> None:
                 loader.seek(step)
         if cfg.sample_every and (ended or step % cfg.sample_every == 0):
             with ema.swapped_in(model):
-                picture = sample_grid(
-                    model, encoders, cfg.sample_prompts, cfg.sample_size,
-                    SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), cfg.seed, cfg.max_tokens_per_micro_batch,
-                    data_rank, num_data_ranks,
-                )  # fmt: skip
-                run_log.image(step, "samples", picture)
+                by = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), cfg.seed, cfg.max_tokens_per_micro_batch
+                prompts, name = ((), "samples") if cfg.task == "edit" else (cfg.sample_prompts, "edits")
+                run_log.image(step, "samples", sample_grid(model, encoders, prompts, cfg.sample_size, *by, *data_ranks))
+                run_log.image(step, name, edit_grid(model, encoders, examples, *by, *data_ranks))
         if ended:
             break
 
@@ -348,7 +362,8 @@ def main(cfg: Config) -> None:
     # ---- 8. Tear-down -----------------------------------------------------------------------------------------------
     loader.close()
     saver.close()
-    try_it = f"tools.sample --run {folder} --prompt 'dog face' --prompt 狗脸"
+    ask, edit = "--prompt 'dog face' --prompt 狗脸", "--image a.png --instruction 'Make the background pink.'"
+    try_it = f"tools.edit --model {folder} {edit}" if cfg.task == "edit" else f"tools.sample --run {folder} {ask}"
     run_log.done(saver.path(cfg.num_steps) if cfg.save_every else None, try_it)
     shutdown()
 

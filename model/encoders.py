@@ -149,6 +149,13 @@ class Encoders:
                 self.latents_cache.put(kept, entry)
         return entry[0]
 
+    def references(self, key: str, references: Sequence | None) -> list[Tensor]:
+        """Return the latents of a sample's references as `reference_latents` does.
+
+        key: names the references at this size; references: `data.edit.ReferencePicture`s, None = text-to-image.
+        """
+        return [self.reference_latents(f"{key} {i}", shown.vae) for i, shown in enumerate(references or ())]
+
     @torch.no_grad()
     def prompt(
         self,

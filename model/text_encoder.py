@@ -190,15 +190,9 @@ class TextEncoder(nn.Module):
         parts = (self.tokenizer_id, EDIT_PREFIX, self.labels_pictures and PICTURE_LABEL, self.geometry)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
-    @property
-    def counts_id(self) -> str:
-        """What all that `count_tokens` says depends on, edits included; of one that sees no pictures `tokenizer_id`."""
-        return self.tokenizer_id if self.vlm is None else self.edit_counts_id
-
-    @property
-    def edit_counts_id(self) -> str:
-        """What counts of captions and edits depend on, for an index that may have both."""
-        return f"{self.tokenizer_id} {self.edit_tokenizer_id}"
+    def counts_id(self, with_edits: bool) -> str:
+        """What the counts of captions, and of edits, depend on: it names them in an index."""
+        return f"{self.tokenizer_id} {self.edit_tokenizer_id}" if with_edits else self.tokenizer_id
 
     def _tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -18,7 +18,7 @@ class Drawing:
 
     noise: standard normal latents (C, h, w) on any device, whose shape sets the size.
     condition, vae: the references as the text encoder and as the VAE see them, uint8 (3, H, W) each.
-    language: a row of the language embedding, if the network has one.
+    language: a row of the language embedding, for a network that has one.
     key: names the references, so that what is encoded is kept; None = not kept.
     """
 
@@ -36,7 +36,7 @@ def draw_edits(
     drawings: Sequence[Drawing],
     settings: SamplerSettings,
     negative_prompt: str = " ",
-    max_tokens: int = 8192,
+    max_tokens: float = 8192,
 ) -> list[np.ndarray]:
     """Return one uint8 (H, W, 3) picture an edit; max_tokens: in the network at once, both guidance halves counted."""
     guided = settings.cfg_scale != 1.0
@@ -62,7 +62,7 @@ def draw_edits(
                 negatives.append(states[-1])
                 references.append(latents)
             pack = drawings[start : start + len(prompts)]
-            languages = [drawing.language for drawing in pack]
+            languages = [drawing.language for drawing in pack] if network.config.num_languages else [None]
             drawn = generate(
                 network, prompts, negatives, [drawing.noise.to(encoders.device) for drawing in pack], settings,
                 None if None in languages else languages, references,

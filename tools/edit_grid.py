@@ -1,5 +1,6 @@
 """The grid of held-out edits that a run shows of itself, reference | result | target, drawn by all of its ranks."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,12 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data.captions import language_row
 from data.index import Index
+from data.pack import deal
 from data.plan import PlannedSample, every_language
 from data.reader import Sample
 from model.encoders import Encoders
 from model.sampling import SamplerSettings
 from parallel.distributed import is_main
+from parallel.fsdp import gathered
 from tools.draw_edits import Drawing, draw_edits
 from utils.picture_grid import labelled_grid
 from utils.random_streams import torch_generator
@@ -22,13 +26,15 @@ _COLUMNS = 4
 
 
 def spread_examples(index: Index, count: int, max_pixels: int, reference_pixels: int) -> list[PlannedSample]:
-    """Return `count` edits from all over an index: its categories in turn, its languages in turn."""
+    """Return `count` edits from all over an index, as far as it has some: categories in turn, languages in turn."""
     by_category: dict[str, list[int]] = {}
     for i in index.spread(len(index)):
+        if index[i].references is None:
+            continue
         by_category.setdefault(index[i].group, []).append(i)
     rounds = [
         members[turn]
-        for turn in range(max(map(len, by_category.values())))
+        for turn in range(max(map(len, by_category.values()), default=0))
         for _, members in sorted(by_category.items())
         if turn < len(members)
     ]
@@ -47,6 +53,7 @@ def drawing_of(sample: Sample, encoders: Encoders, seed: int) -> Drawing:
     return Drawing(
         sample.caption,
         torch.randn(shape, generator=torch_generator(seed, 0, sample.key, "sample")),
+        language=language_row(sample.plan.language),
         condition=[reference.condition for reference in references],
         vae=[reference.vae for reference in references],
     )
@@ -63,15 +70,22 @@ def edit_grid(
     rank: int,
     num_ranks: int,
 ) -> np.ndarray | None:
-    """Draw edits, shared out over the ranks, each of which holds the whole model.
+    """Draw edits, shared out over the data ranks; every rank takes part, for each may hold a part of the model.
 
-    max_tokens: in the network at once.  Returns the uint8 (H, W, 3) grid on rank 0, else None.
+    max_tokens: in the network at once.  Returns the uint8 (H, W, 3) grid on rank 0, else None, and if there is no edit.
     """
-    mine = range(rank, len(samples), num_ranks)
-    drawings = [drawing_of(samples[i], encoders, seed) for i in mine]
-    drawn = draw_edits(model, encoders, drawings, settings, max_tokens=max_tokens)
-    parts = [{}] * num_ranks if is_main() else None
-    dist.gather_object(dict(zip(mine, drawn, strict=True)), parts)
+    if not samples:
+        return None
+    tokens = [2 * sample.plan.num_tokens for sample in samples]  # both halves of the guidance see the references
+    mine = {}
+    with gathered(encoders.text.language_model):
+        for micro in deal(tokens, num_ranks, max(max_tokens, *tokens))[rank]:
+            chosen = micro or [0]  # a rank without work still takes part in every gather
+            drawings = [drawing_of(samples[i], encoders, seed) for i in chosen]
+            drawn = draw_edits(model, encoders, drawings, settings, max_tokens=math.inf)
+            mine |= dict(zip(micro, drawn, strict=False))
+    parts = [{}] * dist.get_world_size() if is_main() else None
+    dist.gather_object(mine, parts)
     if parts is None:
         return None
     results = {i: picture for part in parts for i, picture in part.items()}

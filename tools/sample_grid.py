@@ -34,8 +34,10 @@ def sample_grid(
     """Generate one picture a prompt, shared out over the data ranks; every rank takes part.
 
     size: height and width in pixels; max_tokens: in the network at once; each prompt's noise is its own.
-    Returns the uint8 (H, W, 3) grid on rank 0, else None.
+    Returns the uint8 (H, W, 3) grid on rank 0, else None, and if there is no prompt.
     """
+    if not prompts:
+        return None
     latent_size = [side // encoders.vae.scale_factor for side in size]
     shape = (encoders.vae.num_channels, *latent_size)
     with gathered(encoders.text.language_model):

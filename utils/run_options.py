@@ -29,6 +29,7 @@ class RunOptions:
     sample_every: int = 500
     sample_steps: int = 20  # sampler steps of a picture
     sample_cfg_scale: float = 2.0  # the released pipelines use 4
+    num_examples: int = 12  # held-out edits drawn as reference | result | target
     log_samples: bool = False  # list each step's sample keys in samples_seen.jsonl
     metrics_port: int = 0  # Prometheus metrics at this port + LOCAL_RANK; 0 = none
     metrics_host: str = "127.0.0.1"  # address that they are served on
@@ -43,7 +44,7 @@ class RunOptions:
 
 # These too decide how far, on what machines and how closely watched a run goes, not what it computes.
 MAY_CHANGE = frozenset(field.name for field in fields(RunOptions)) | {
-    "num_steps", "run_folder", "sample_prompts", "sample_size", "num_examples", "max_tokens_per_micro_batch",
+    "num_steps", "run_folder", "sample_prompts", "sample_size", "max_tokens_per_micro_batch",
     "max_text_tokens_per_micro_batch", "dp_replicate", "dp_shard", "cp", "tp", "tp_sequence_parallel", "num_prefetch",
     "reshard_after_forward", "activation_checkpointing", "cpu_offload", "compile", "shard_text_encoder", "bucket_mb",
     "static_graph", "zero",
