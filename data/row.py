@@ -44,11 +44,12 @@ class ColumnChoice:
     picture: str
     captions: tuple[tuple[str | None, str], ...]  # (language or None, column)
     has_edits: bool = False
+    has_lone_references: bool = False  # a column of that name, and none of targets
 
     @property
     def names(self) -> list[str]:
         """Every column that is read for picture, captions and edit."""
-        edit = EDIT_COLUMNS if self.has_edits else ()
+        edit = EDIT_COLUMNS if self.has_edits else (REFERENCES,) if self.has_lone_references else ()
         return [self.picture, *(column for _, column in self.captions), *edit]
 
 
@@ -83,7 +84,15 @@ def choose_columns(available: Sequence[str], columns: Columns, location: str) ->
         captions += [(label, name) for label, name in labelled if name in available]
     if not captions:
         raise refuse("for captions", "--caption_columns")
-    return ColumnChoice(picture, tuple(captions), has_edits)
+    return ColumnChoice(picture, tuple(captions), has_edits, REFERENCES in available and not has_edits)
+
+
+def lone_references(record: dict) -> str:
+    """Return what is wrong with a row that lists references and has no target; "" if its references are no list."""
+    cell = record.get(REFERENCES)
+    if not isinstance(cell, list) and not (isinstance(cell, str) and cell.lstrip().startswith("[")):
+        return ""
+    return f"it lists {REFERENCES} but has no {TARGET!r}, and an edit needs both; rename the column of its result"
 
 
 def caption_member(cells: Sequence[tuple[str | None, object]]) -> tuple[str, bytes]:

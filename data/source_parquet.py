@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from data.edit_row import edit_cells
 from data.picture_bytes import beside
-from data.row import Columns, Row, caption_member, choose_columns, fields_of
+from data.row import Columns, Row, caption_member, choose_columns, fields_of, lone_references
 from data.source_file import open_binary
 
 _BATCH = 32  # rows decoded at once: pictures are large
@@ -23,6 +23,7 @@ class Parquet:
         self.num_rows = sum(self._group_rows)
         self.digest = hashlib.sha256(described.encode()).hexdigest()
         self._choice = choose_columns(names, columns, location)
+        self.has_edits = self._choice.has_edits
         wanted = {columns.category, columns.source, columns.license, *columns.keep, *self._choice.names}
         self._read = [name for name in names if name in wanted]
 
@@ -49,6 +50,8 @@ class Parquet:
                 first += count
 
     def _row(self, origin: str, record: dict) -> Row:
+        if self._choice.has_lone_references and (problem := lone_references(record)):
+            return Row(origin, problem=problem)
         cell = record[self._choice.picture]
         if isinstance(cell, dict):
             cell = cell.get("bytes") or cell.get("path")

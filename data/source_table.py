@@ -15,7 +15,7 @@ from typing import BinaryIO
 from data.captions import decode_text
 from data.edit_row import edit_cells
 from data.picture_bytes import beside
-from data.row import Columns, Row, caption_member, choose_columns, fields_of
+from data.row import Columns, Row, caption_member, choose_columns, fields_of, lone_references
 from data.source_file import open_binary
 
 _STRIDE = 256  # rows between two places that are remembered: few to skip, little to keep
@@ -50,6 +50,7 @@ class Table:
         self.digest = digest.hexdigest()
         names = header or dict.fromkeys(name for record in head if isinstance(record, dict) for name in record)
         self._choice = choose_columns(list(names), columns, location)
+        self.has_edits = self._choice.has_edits
 
     def rows(self, start: int, stop: int) -> Iterator[Row]:
         """Yield the rows from `start` to before `stop`."""
@@ -64,6 +65,8 @@ class Table:
     def _row(self, origin: str, record: Record) -> Row:
         if isinstance(record, str):
             return Row(origin, problem=record)
+        if self._choice.has_lone_references and (problem := lone_references(record)):
+            return Row(origin, problem=problem)
         picture = record.get(self._choice.picture)
         if not isinstance(picture, str) or not picture.strip():
             return Row(origin, problem=f"its {self._choice.picture} is empty or no text")

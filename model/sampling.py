@@ -3,6 +3,7 @@
 Legend: B samples, I image tokens, C latent channels, h w latent rows and columns.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,10 @@ from model.layout import PackedLayout
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """The released inference settings; the shift fields are those of `scheduler_config.json`."""
+    """The released inference settings; the shift fields are those of `scheduler_config.json`.
+
+    Raises: ValueError for fewer than 1 step, or a scale that is no finite number.
+    """
 
     num_steps: int = 50
     cfg_scale: float = 4.0
@@ -25,6 +29,12 @@ class SamplerSettings:
     base_shift: float = 0.5
     max_shift: float = 0.9
     shift_terminal: float | None = 0.02
+
+    def __post_init__(self):
+        if self.num_steps < 1 or not math.isfinite(self.cfg_scale):
+            raise ValueError(
+                f"a sampler needs at least 1 step and a finite cfg_scale, got {self.num_steps} and {self.cfg_scale}"
+            )
 
     def grid(self, num_tokens: int) -> Tensor:
         """Return the times of a sample of `num_tokens` target tokens, (num_steps + 1,) float32."""

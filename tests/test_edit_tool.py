@@ -222,3 +222,7 @@ def test_the_command_line(folder, tmp_path, capsys):
     assert "把红苹果换成狗脸  →  no plan" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--instruction"):
         edit.main(edit.Config(model=str(folder)))
+    with pytest.raises(ValueError, match="--cfg_scale must be a number, got nan"):
+        edit.main(edit.Config(model=str(folder), instruction=("x",), cfg_scale=float("nan")))
+    with pytest.raises(ValueError, match="finite cfg_scale, got 50 and inf"):
+        edit.main(edit.Config(model=str(folder), instruction=("x",), cfg_scale=float("inf")))

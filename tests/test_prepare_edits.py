@@ -1,5 +1,6 @@
 """tools.prepare on edits: what is stored shows what the rows' files show, and every bad row has its reason."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_what_is_prepared_trains(tmp_path):
         return text.count_tokens(*args)
 
     shards = [str(path) for path in sorted((tmp_path / "out").glob("*.tar"))]
-    index = build_index(shards, count, text.tokenizer_id, tmp_path / "cache", condition_pixels=96 * 96)
+    index = build_index(shards, count, text.counts_id(True), tmp_path / "cache", condition_pixels=96 * 96)
     assert len(index) == 5 and not index.rejects and not counts
     reader = Reader(index, reference_pixels=96 * 96, condition_pixels=96 * 96)
     read = [reader.read(every_language(index, i, reference_pixels=96 * 96)[0]) for i in range(5)]
@@ -219,7 +220,8 @@ BAD = {
     "no such file": (FINE | {"references": ["gone.png"]}, "bad_reference", "reference 1: .*gone.png does not exist"),
     "second missing": (FINE | {"references": [picture(0), "gone.png"]}, "bad_reference", "reference 2: .*gone.png"),
     "no picture": (FINE | {"references": [b"just text"]}, "bad_reference", "reference 1: not a readable picture"),
-    "thin": (FINE | {"references": [picture(0, 9000, 1)]}, "bad_reference", "reference 1: .* too thin"),
+    "thin": (FINE | {"references": [picture(0, 9000, 1)]}, "bad_reference", "reference 1: .* thinner than 16:1"),
+    "thin by a little": (FINE | {"references": [picture(0, 160, 9)]}, "bad_reference", "160 x 9 .* thinner than 16:1"),
     "four": (FINE | {"references": [picture(n) for n in range(4)]}, "too_many_references", "4 references, at most 3"),
     "size": (
         FINE | {"references": [{"path": picture(0), "width": 128, "height": 64}]}, "reference_size",
@@ -260,7 +262,7 @@ def test_every_bad_row_is_named_with_its_reason(tmp_path, capsys):
         with pytest.raises(ValueError, match=message):
             raise ValueError(line["detail"])
     out = capsys.readouterr().out
-    assert "4 a reference that cannot be used" in out and "1 more than 3 references" in out
+    assert "5 a reference that cannot be used" in out and "1 more than 3 references" in out
     assert f"{len(rows)} rows = 1 kept + {len(BAD)} left out" in out
 
 
@@ -307,10 +309,40 @@ def test_what_else_lies_there_is_not_taken_for_an_edit(tmp_path):
         prepare.check(config(tmp_path, tmp_path, keep_columns=("references",)))
 
 
-def test_edits_are_not_encoded(tmp_path):
-    path = write_rows(tmp_path / "in", good_rows()[:1])
-    with pytest.raises(ValueError, match="is an edit; edits are read as pictures: prepare them without --encode"):
+@pytest.mark.parametrize("write", [write_rows, write_parquet])
+def test_tables_of_edits_are_not_encoded_and_leave_nothing(tmp_path, write):
+    path = write(tmp_path / "in", good_rows()[:1])
+    with pytest.raises(ValueError, match="holds edits, which are read as pictures: prepare them without --encode"):
         prepare.main(config(path, tmp_path / "out", encode=str(TINY)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_edits_among_other_samples_are_not_encoded_but_counted(tmp_path, capsys):
+    path = write_tar(tmp_path / "in", good_rows()[:2])
+    with (tmp_path / "plain.tar").open("wb") as file, TarWriter(file) as writer:
+        writer.write({"__key__": "plain", "png": picture(5), "json": b'{"captions": "a cup"}'})
+    both = str(path), str(tmp_path / "plain.tar")
+    prepare.main(dataclasses.replace(config(path, tmp_path / "out", encode=str(TINY)), input=both))
+    assert rejects_of(tmp_path / "out") == [("encoded_edit", "its row has references")] * 2
+    assert "2 edits, which are read as pictures: prepare them without --encode" in capsys.readouterr().out
+    [members] = read_shards(tmp_path / "out").values()
+    assert set(members) == {"json", "safetensors"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_references_without_a_target_are_named(tmp_path, kind):
+    """A list of references and no target is no text-to-image sample: it would train on an instruction as a caption."""
+    (tmp_path / "a.png").write_bytes(picture(0))
+    rows = [{"image": "a.png", "caption": "Make it red.", "references": ["a.png"]}]
+    if kind == "jsonl":
+        (tmp_path / "t.jsonl").write_text(json.dumps(rows[0]))
+    elif kind == "csv":
+        (tmp_path / "t.csv").write_text('image,caption,references\na.png,Make it red.,"[""a.png""]"\n')
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    prepare.main(config(tmp_path / f"t.{kind}", tmp_path / "out"))
+    [(reason, detail)] = rejects_of(tmp_path / "out")
+    assert reason == "bad_row" and detail.startswith("it lists references but has no 'target'")
 
 
 def test_the_number_of_threads_does_not_matter(tmp_path):

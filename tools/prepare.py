@@ -150,6 +150,8 @@ def prepare(cfg: Config) -> None:
     num_rows = sum(source.num_rows for source in sources)
     if not num_rows:
         raise ValueError(f"--input {' '.join(cfg.input)} has no rows")
+    if cfg.encode and (tables := [source.location for source in sources if getattr(source, "has_edits", False)]):
+        raise ValueError(f"{tables[0]} holds edits, which are read as pictures: prepare them without --encode")
     text, write = load_model(cfg)
     count_tokens = text.count_tokens if text else None
     output = Output(Path(cfg.output), cfg.name)
@@ -162,7 +164,7 @@ def prepare(cfg: Config) -> None:
     # ---- Every shard for itself --------------------------------------------------------------------------------------
     recipe = Recipe(
         cfg.areas, cfg.every_area, cfg.max_crop, cfg.max_enlargement, cfg.format, cfg.quality,
-        {"category": cfg.category, "source": cfg.source, "license": cfg.license},
+        {"category": cfg.category, "source": cfg.source, "license": cfg.license}, bool(cfg.encode),
     )  # fmt: skip
     mine = range(rank(), len(shards), num_ranks())
     with Progress(sum(shards[n].stop - shards[n].start for n in mine), is_main(), num_ranks()) as progress:
@@ -183,7 +185,7 @@ def prepare(cfg: Config) -> None:
         if text:
             has_edits = any("references" in record for record in read_records(output, number))
             build_index(
-                [str(output.shard(number))], text.count_tokens, text.tokenizer_id, Path(cfg.cache_folder),
+                [str(output.shard(number))], text.count_tokens, text.counts_id(has_edits), Path(cfg.cache_folder),
                 condition_pixels=cfg.condition_pixels if has_edits else None,
             )  # fmt: skip
     dist.barrier()

@@ -8,12 +8,12 @@ import numpy as np
 from PIL import Image
 
 from data.aspect import Placement, cut
-from data.edit import MAX_REFERENCES
+from data.edit import MAX_RATIO, MAX_REFERENCES
 from data.edit_plan import BOX_SIDE, EditPlan
 from data.edit_row import Cell, EditCells
 from data.images import decode_image
 from data.picture_bytes import read_picture_bytes
-from data.reference_size import Size, area_size
+from data.reference_size import Size
 from tools.prepare_picture import encode, original
 
 # Why an edit is left out, and how that is said.
@@ -23,6 +23,7 @@ EDIT_REASONS = {
     "reference_size": "a reference of another size than stated",
     "bad_mask": "a mask that does not fit",
     "bad_actions": "actions that break the schema",
+    "encoded_edit": "edits, which are read as pictures: prepare them without --encode",
 }
 _WHITE = 128  # of 255, from which on a mask's pixel counts as white
 
@@ -89,7 +90,8 @@ def make_edit(cells: EditCells, target: Size) -> Edit:
     for number, (cell, stated) in enumerate(zip(cells.references, cells.sizes, strict=True), 1):
         try:
             file, image = _read(cell)
-            area_size(image.height, image.width, 1024 * 1024)
+            if max(image.size) > MAX_RATIO * min(image.size):
+                raise ValueError(f"it has {image.width} x {image.height} pixels, and is thinner than {MAX_RATIO}:1")
         except (OSError, ValueError) as error:
             raise EditError("bad_reference", f"reference {number}: {error}") from error
         if stated is not None and _size(image) != stated:

@@ -62,8 +62,7 @@ class MemberEncoder:
 
     def encode_members(self, sample, recipe) -> list[tuple[str, dict[str, bytes]]]:
         """Write each size of a sample of tools.prepare as .safetensors and .json: a `MemberWriter` of it."""
-        if sample.edit is not None:
-            raise ValueError(f"{sample.origin} is an edit; edits are read as pictures: prepare them without --encode")
+        assert sample.edit is None  # rejected before
         members = []
         for picture in sample.pictures:
             pixels = torch.from_numpy(np.array(picture.image)).permute(2, 0, 1)

@@ -46,6 +46,7 @@ class Recipe:
     format: str  # of tools.prepare_picture.FORMATS
     quality: int
     defaults: dict[str, str]  # category, source, license of rows that have none
+    encodes: bool = False  # samples are written as latents and text states, which edits are not
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def make_sample(number: int, row: Row, recipe: Recipe) -> Sample | Reject:
 
     if row.problem:
         return reject("bad_row", row.problem)
+    if row.edit is not None and recipe.encodes:
+        return reject("encoded_edit", "its row has references")
     if row.caption is None:
         return reject("empty_caption", "there is no .json or .txt with its name")
     try:

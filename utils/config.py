@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -42,8 +43,11 @@ def parse(config_class: type[Config], description: str | None = None, args: Sequ
 def check_values(config: object, at_least_1: Collection[str], choices: Mapping[str, Collection]) -> None:
     """Raise ValueError for a field whose value no later check would explain.
 
-    at_least_1: names of fields that hold such numbers.  choices: what a field may be, by name.
+    at_least_1: names of fields that hold such numbers.  choices: what a field may be, by name.  No number may be NaN.
     """
+    for name, value in vars(config).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"--{name} must be a number, got {value}")
     for name in at_least_1:
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(config, name)}")
