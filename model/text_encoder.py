@@ -61,6 +61,12 @@ def _load_model(folder: Path, dtype: torch.dtype) -> Qwen2_5_VLForConditionalGen
     return model
 
 
+def load_vlm(folder: Path, dtype: torch.dtype) -> Qwen2_5_VLForConditionalGeneration:
+    """Load the whole model of a `text_encoder/` folder.  Raises: ValueError if a file or a weight is missing."""
+    with _quiet_transformers():
+        return _load_model(folder, dtype)
+
+
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a `tokenizer/` folder.  Raises: ValueError if its files are missing."""
     try:

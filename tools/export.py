@@ -1,6 +1,7 @@
 """Turn a run's checkpoint into what other programs open: `python -m tools.export --run runs/mmdit --output FOLDER`.
 
-    --format diffusers   a whole pipeline folder, for `QwenImagePipeline.from_pretrained` and `tools.sample --model`
+    --format diffusers   a whole pipeline folder, for `QwenImagePipeline.from_pretrained` and `tools.sample --model`, of
+                         an edit run for `QwenImageEditPlusPipeline` and `tools.edit`, its planner in text_encoder/
     --format comfyui     one .safetensors file, for ComfyUI's models/diffusion_models/
     --merge              of a run that trained adapters: with these built in (tools.export_lora writes them alone)
 
@@ -27,9 +28,10 @@ from parallel.commit_record import sync_folder
 from parallel.safetensors_writer import TensorSpec, write_safetensors, write_sharded
 from parallel.weights import weight_files
 from tools.adapter import Adapter, MergedWeights
-from tools.exported_weights import ExportedWeights
+from tools.exported_planner import ExportedPlanner
+from tools.exported_weights import ExportedWeights, NoWeights
 from tools.model_card import facts, licenses, model_card
-from tools.pipeline_parts import copy_parts, find_parts
+from tools.pipeline_parts import copy_parts, find_parts, find_transformer
 from utils.config import parse, run_main
 from utils.run_state import checkpoint_folder
 
@@ -50,7 +52,7 @@ class Config:
     step: str = "latest"  # which checkpoint, by its step; latest = the newest valid one
     weights: Literal["ema", "raw"] = "ema"  # the moving average, or the weights as trained
     format: Literal["diffusers", "comfyui"] = "diffusers"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the transformer; the other parts keep theirs
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of what was trained; the other parts keep theirs
     max_shard_gb: float = 5.0  # diffusers: largest weight file, in 10^9 bytes
     language: Literal["", "zh", "en", "other"] = ""  # after --num_languages 3: the one to build into the weights
     model: str = ""  # folder in the released layout, where the run's has moved; the other parts come from it
@@ -217,7 +219,13 @@ def main(cfg: Config) -> None:
         )  # fmt: skip
     step = chosen_step(cfg.step)
     check_output(cfg, output, (run, model))
-    parts = find_parts(model) if cfg.format == "diffusers" else {}
+    parts, trains = find_parts(model) if cfg.format == "diffusers" else {}, trained.get("train", "renderer")
+    if "renderer" not in trains:
+        if cfg.format == "comfyui":
+            raise ValueError(
+                "the run trained the planner alone, which ComfyUI's file has no place for: --format diffusers"
+            )
+        parts |= find_transformer(model)
     config = replace(MMDiTConfig.from_folder(model / "transformer"), num_languages=0)
     if cfg.format == "comfyui" and replace(config, num_layers=60, zero_cond_t=False) != MMDiTConfig():
         print("note: ComfyUI builds the released sizes only; it will not open this model's", flush=True)
@@ -225,8 +233,15 @@ def main(cfg: Config) -> None:
     # What the checkpoint holds
     print(f"checking every byte of the checkpoint in {checkpoint_folder(run)}", flush=True)
     stored = StoredTensors(checkpoint_folder(run), step)
-    weights: ExportedWeights | MergedWeights
-    if cfg.merge:
+    planner = ExportedPlanner(stored, model, getattr(torch, cfg.dtype))
+    if planner.names and cfg.format == "comfyui":
+        print("note: the run trained its planner too, which is not in this file: export it with --format diffusers")
+    if planner.names:
+        parts = {name: path for name, path in parts.items() if not name.startswith("text_encoder/")}
+    weights: ExportedWeights | MergedWeights | NoWeights
+    if "renderer" not in trains:
+        weights = NoWeights()
+    elif cfg.merge:
         adapter = Adapter.from_run(stored, cfg.weights, trained)
         weights = MergedWeights(adapter, model / "transformer", config, getattr(torch, cfg.dtype))
     else:
@@ -234,6 +249,7 @@ def main(cfg: Config) -> None:
     known = facts(
         run, trained, model, {"step": str(stored.step), "weights": cfg.weights, "dtype": cfg.dtype}
         | ({"language": f"{cfg.language}, built into the weights"} if cfg.language else {})
+        | ({"planner": f"trained, in text_encoder/, {cfg.dtype}"} if planner.names else {})
         | ({"adapters": f"rank {trained['lora_rank']}, built into the weights"} if cfg.merge else {}),
         licenses(model, trained, cfg.license, cfg.data_license),
     )  # fmt: skip
@@ -243,7 +259,7 @@ def main(cfg: Config) -> None:
         total=2 * weights.num_bytes, unit="B", unit_scale=True, desc="write, compare", disable=None
     ) as progress:  # fmt: skip
         copied = 0 if cfg.hard_links else sum(path.stat().st_size for path in parts.values())
-        check_space(output.parent, weights.num_bytes + copied)
+        check_space(output.parent, weights.num_bytes + planner.num_bytes + copied)
 
         def read(name: str) -> Tensor:
             progress.update(weights.specs[name].num_bytes)
@@ -258,12 +274,18 @@ def main(cfg: Config) -> None:
             transformer = beside / "transformer"
             transformer.mkdir(parents=True)
             copy_parts(parts, beside, cfg.hard_links)
-            (transformer / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
+            if planner.names:
+                planner.write(beside / "text_encoder", cfg.max_shard_gb)
             (beside / RECORD).write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             (beside / "README.md").write_text(model_card(known, trained), encoding="utf-8")
-            write_sharded(transformer, "diffusion_pytorch_model", weights.specs, read, int(cfg.max_shard_gb * 1e9), {})
-            compare(weight_files(transformer), weights.specs, read)
-    print(f"step {stored.step}, {cfg.weights}, {cfg.dtype}: {weights.num_bytes / 1e9:.2f} GB, equal to the checkpoint")
+            if weights.specs:
+                text = json.dumps(config.to_json(), indent=2) + "\n"
+                (transformer / "config.json").write_text(text, encoding="utf-8")
+                largest = int(cfg.max_shard_gb * 1e9)
+                write_sharded(transformer, "diffusion_pytorch_model", weights.specs, read, largest, {})
+                compare(weight_files(transformer), weights.specs, read)
+    size = weights.num_bytes + (planner.num_bytes if cfg.format == "diffusers" else 0)
+    print(f"step {stored.step}, {cfg.weights}, {cfg.dtype}: {size / 1e9:.2f} GB, equal to the checkpoint")
     print(f"  {output}")
     if cfg.format == "diffusers":
         print("  its README.md names your data and settings: read it before you publish")

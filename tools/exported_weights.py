@@ -1,5 +1,7 @@
 """The weights of an export: read from a checkpoint one tensor at a time, with the names and dtype that it needs."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,13 @@ _EDIT_RAW = "renderer."  # what train_edit_ddp.py calls the network
 PREFIXES = {"ema": "ema.", "raw": "model."}  # of the tensors' names in a checkpoint
 _LANGUAGE_EMBED = "language_embed.weight"
 _TIME_BIAS = "time_text_embed.timestep_embedder.linear_2.bias"  # the language embedding is added right after it
+
+
+class NoWeights:
+    """Of a run that did not train the network."""
+
+    specs: ClassVar[dict[str, TensorSpec]] = {}
+    num_bytes = 0
 
 
 class ExportedWeights:

@@ -56,13 +56,13 @@ def facts(run: Path, trained: dict, model: Path, export: dict[str, str], license
 
 def model_card(known: dict[str, str], trained: dict) -> str:
     """Return the text of README.md.  known: from `facts`; trained: the run's configuration."""
+    is_edit = "train" in trained or trained.get("task") == "edit"
     table = "\n".join(f"| {name} | {text} |" for name, text in known.items())
-    height, width = trained.get("sample_size", (1024, 1024))
-    prompt = json.dumps(trained.get("sample_prompts", ("a cat",))[0], ensure_ascii=False)
+    use = _use_edit(known, trained) if is_edit else _use_text_to_image(known, trained)
     return f"""---
 license: {known["license"]}
 library_name: diffusers
-pipeline_tag: text-to-image
+pipeline_tag: {"image-to-image" if is_edit else "text-to-image"}
 ---
 # {known["run"]}, step {known["step"]}
 
@@ -72,17 +72,7 @@ pipeline_tag: text-to-image
 
 ## Use
 
-```python
-import torch
-from diffusers import QwenImagePipeline
-
-# torch_dtype makes all parts alike; without it they keep the dtypes that they are stored in, which do not mix.
-pipeline = QwenImagePipeline.from_pretrained("path/to/this/folder", torch_dtype=torch.{known["dtype"]})
-picture = pipeline(
-    {prompt}, negative_prompt=" ", true_cfg_scale={trained.get("sample_cfg_scale", 4.0)},
-    num_inference_steps={trained.get("sample_steps", 50)}, width={width}, height={height}, max_sequence_length=1024,
-).images[0]
-```
+{use}
 
 ## Settings
 
@@ -90,3 +80,46 @@ picture = pipeline(
 {json.dumps(trained, indent=2, ensure_ascii=False)}
 ```
 """
+
+
+_ALIKE = "# torch_dtype makes all parts alike; without it they keep the dtypes they are stored in, which do not mix."
+
+
+def _use_text_to_image(known: dict[str, str], trained: dict) -> str:
+    height, width = trained.get("sample_size", (1024, 1024))
+    prompt = json.dumps(trained.get("sample_prompts", ("a cat",))[0], ensure_ascii=False)
+    return f"""```python
+import torch
+from diffusers import QwenImagePipeline
+
+{_ALIKE}
+pipeline = QwenImagePipeline.from_pretrained("path/to/this/folder", torch_dtype=torch.{known["dtype"]})
+picture = pipeline(
+    {prompt}, negative_prompt=" ", true_cfg_scale={trained.get("sample_cfg_scale", 4.0)},
+    num_inference_steps={trained.get("sample_steps", 50)}, width={width}, height={height}, max_sequence_length=1024,
+).images[0]
+```"""
+
+
+def _use_edit(known: dict[str, str], trained: dict) -> str:
+    return f"""```python
+import torch
+from diffusers import QwenImageEditPlusPipeline
+from PIL import Image
+from transformers import AutoProcessor
+
+{_ALIKE}
+# The processor is that of Qwen/Qwen-Image-Edit-2509; a folder that has a processor/ needs none to be named.
+processor = AutoProcessor.from_pretrained("Qwen/Qwen-Image-Edit-2509", subfolder="processor")
+pipeline = QwenImageEditPlusPipeline.from_pretrained(
+    "path/to/this/folder", processor=processor, torch_dtype=torch.{known["dtype"]}
+)
+picture = pipeline(
+    [Image.open("a.png")], "Make the background pink.", negative_prompt=" ",
+    true_cfg_scale={trained.get("sample_cfg_scale", 4.0)}, num_inference_steps={trained.get("sample_steps", 50)},
+).images[0]
+```
+
+The pipeline shows references to the network at {1024 * 1024} pixels, to the text encoder at {384 * 384}; this run was
+trained at {trained.get("reference_pixels")} and {trained.get("condition_pixels")}.  `python -m tools.edit --model
+path/to/this/folder` takes others (--reference_pixels, --condition_pixels), and writes the plan as well."""

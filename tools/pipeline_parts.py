@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from parallel.weights import has_weights
+
 INDEX = "model_index.json"
 
 
@@ -30,6 +32,19 @@ def find_parts(model: Path) -> dict[str, Path]:
     found |= {path.name: path for path in sorted(model.iterdir()) if path.stem.upper() in ("LICENSE", "NOTICE")}
     # The files of a downloaded folder may be links into a cache.
     return {name: path.resolve() for name, path in found.items()}
+
+
+def find_transformer(model: Path) -> dict[str, Path]:
+    """Return the transformer's files, for a run that did not train it, as `find_parts` does.
+
+    Raises: ValueError if it has no weights.
+    """
+    if not has_weights(model / "transformer"):
+        raise ValueError(
+            f"the run trained no renderer and {model} has no weights in transformer/; name one with --model"
+        )
+    files = sorted(path for path in (model / "transformer").rglob("*") if path.is_file())
+    return {str(path.relative_to(model)): path.resolve() for path in files}
 
 
 def copy_parts(files: dict[str, Path], folder: Path, hard_links: bool) -> None:
