@@ -13,6 +13,7 @@ Usage (from anywhere; paths are relative to the folder of this file):
   ./launch.sh train_mmdit.py [--flag …]     set up, then launch a script; --help lists its flags
   ./launch.sh -m tools.sample [--flag …]    set up, then run a tool in one process
   ./launch.sh slurm [--nodes 4 …] train_mmdit.py [--flag …]           write and submit a Slurm job
+  ./launch.sh k8s [--nodes 4 …] train_mmdit.py [--flag …] > job.yaml  write a Kubernetes job
   ./launch.sh test [pytest argument …]      set up with the test packages, then run all tests
   ./launch.sh test-deploy [argument …]      likewise those that need a real Slurm, several hosts, Prometheus or a
                                             browser: as root on Debian or Ubuntu it installs what is missing of
@@ -28,6 +29,7 @@ Variables:
   NNODES          machines, or MIN:MAX                   (default: 1)
   RDZV_ENDPOINT   HOST:PORT where several machines meet  (HOST is one of them, PORT is free there)
   NODE_RANK       0 on the machine that is HOST, another number elsewhere  (default: found by HOST's address)
+  RDZV_CONF       more of torchrun's --rdzv_conf, such as keep_alive_interval=1,keep_alive_max_attempt=3
   OMP_NUM_THREADS threads a process                      (default: so that all processes share the cores)
   MAX_RESTARTS    starts after a fault, in a row without a newer checkpoint  (default: 3; 0 = none)
 
@@ -35,7 +37,7 @@ Four machines of eight GPUs, on each of them:
   NNODES=4 RDZV_ENDPOINT=node0:29400 ./launch.sh train_mmdit.py --tp 4 --run_folder /shared/runs/a
 which is, apart from the set-up,
   torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=node0:29400 train_mmdit.py …
-or, where a scheduler starts the machines (./launch.sh slurm --help, docs/cluster.md),
+or, where a scheduler starts the machines (./launch.sh slurm --help, ./launch.sh k8s --help, docs/cluster.md),
   ./launch.sh slurm --nodes 4 --gpus 8 --time 24:00:00 train_mmdit.py --tp 4 --run_folder /shared/runs/a
 END
 }
@@ -166,7 +168,7 @@ count_cores() {
 # ---- Launch ----------------------------------------------------------------------------------------------------------
 
 launch() {
-    local gpus cores nodes=${NNODES:-1} rendezvous
+    local gpus cores nodes=${NNODES:-1} rendezvous conf
     [[ -f $1 ]] || die "no script $1 in $PWD; ./launch.sh --help"
     cores=$(count_cores)
     if [[ -z ${NGPU:-} ]]; then
@@ -186,9 +188,9 @@ launch() {
     else
         [[ -n ${RDZV_ENDPOINT:-} ]] || die "NNODES=$nodes needs RDZV_ENDPOINT=HOST:PORT, the same on every machine"
         rendezvous=(--rdzv_endpoint="$RDZV_ENDPOINT")
-        if [[ -n ${NODE_RANK:-} ]]; then
-            rendezvous+=(--rdzv_conf="is_host=$((NODE_RANK == 0))")
-        fi
+        conf=${RDZV_CONF:-}
+        [[ -z ${NODE_RANK:-} ]] || conf="is_host=$((NODE_RANK == 0))${conf:+,$conf}"
+        [[ -z $conf ]] || rendezvous+=(--rdzv_conf="$conf")
         # Otherwise the ranks share the rendezvous' store, and a restart after a crash or a lost host finds it
         # stale: every recovery tried with torch 2.13 failed, with this every one worked.
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -223,6 +225,10 @@ case ${1:-} in
         set_up requirements.txt >&2
         exec .venv/bin/python -m tools.slurm "${@:2}"
         ;;
+    k8s)
+        set_up requirements.txt >&2
+        exec .venv/bin/python -m tools.kubernetes "${@:2}"
+        ;;
     -m)
         [[ -n ${2:-} ]] || die "-m needs a module, such as tools.sample"
         set_up requirements.txt
@@ -238,7 +244,7 @@ case ${1:-} in
         launch "$@"
         ;;
     *)
-        die "do not know '$1'; give a script.py, -m MODULE, slurm, test, test-deploy, setup or nothing;" \
+        die "do not know '$1'; give a script.py, -m MODULE, slurm, k8s, test, test-deploy, setup or nothing;" \
             "./launch.sh --help"
         ;;
 esac

@@ -13,7 +13,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 VARIABLES = (
-    "NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "PYTHON", "OMP_NUM_THREADS", "MAX_RESTARTS", "GLOO_SOCKET_IFNAME",
+    "NGPU", "NNODES", "NODE_RANK", "RDZV_CONF", "RDZV_ENDPOINT", "PYTHON", "OMP_NUM_THREADS", "MAX_RESTARTS",
+    "GLOO_SOCKET_IFNAME",
 )  # fmt: skip
 
 
@@ -207,6 +208,8 @@ def test_several_machines_meet_where_they_are_told(machine, node_rank, is_host):
         "--nnodes=4", "--nproc_per_node=8", "--max_restarts=0", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29400",
         *is_host,
     ]  # fmt: skip
+    _, more, *_ = machine(RDZV_CONF="timeout=900", **settings)
+    assert more[7 : 7 + 1] == [f"{is_host[0]},timeout=900" if is_host else "--rdzv_conf=timeout=900"]
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1" and "GLOO_SOCKET_IFNAME" not in variables
 
 
