@@ -93,7 +93,7 @@ def steps_of(folder):
 def test_a_rank_that_cannot_step_leaves_when_told_to_stop(tmp_path, monkeypatch):
     """Without it the launcher would wait for its 30 s: rank 0 waits for ever, as in a collective of NCCL."""
     place = f"step={STEP},phase=forward"
-    injected(monkeypatch, tmp_path, f"hang@rank=0,{place}; kill@rank=1,{place}")
+    injected(monkeypatch, tmp_path, f"hang@rank=0,{place}; slow=1@rank=1,{place}; kill@rank=1,{place}")  # in this order
     arguments = ["--max_restarts=1", SCRIPT, "--run_folder", str(tmp_path), "--hang_s", "60", "--num_steps", "10"]
     process = start_launcher(arguments, tmp_path / "printed")
     wait_until(lambda: (tmp_path / "printed").exists() and "starting all" in (tmp_path / "printed").read_text())

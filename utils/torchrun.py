@@ -91,6 +91,8 @@ def run() -> int:
 
     launcher.LocalElasticAgent = make_agent
     signal.signal(signal.SIGUSR1, lambda number, frame: setattr(Agent, "is_warned", True))
+    # Restarts that share the rendezvous' store find the addresses of ranks that are dead, now and then (torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault(LAUNCHED_AT, str(time.monotonic()))
     with tempfile.TemporaryDirectory(prefix="torchrun-") as folder:
         notes = {STOP: "stop", FIRST_STEP: "stepped", PROGRESS: "progress"}
