@@ -47,6 +47,8 @@ from parallel.distributed import all_reduce_sum, init_distributed, is_main, shut
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
 from parallel.lora import apply_lora, base_record, stored_parameters, trained_parameters
+from parallel.roll_back import skipped_stretches
+from parallel.run_guard import RunGuard
 from parallel.weights import has_weights
 from tools.edit_grid import edit_grid, spread_examples
 from utils.config import parse, run_main, write_run_folder
@@ -272,6 +274,7 @@ def main(cfg: Config) -> None:
     start_step, state = resume(saver, tensors, base, cfg.model, cfg.init_from)
     if state is not None:
         plan.load_state(state["data"])
+    plan.skip(skipped_stretches(folder))
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank)
     reading = sizes | seen_at | {"check_caption": words.check, "max_bad_samples": cfg.max_bad_samples}
     reading["cache"] = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
@@ -281,18 +284,24 @@ def main(cfg: Config) -> None:
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
     sizes_m = ", ".join(f"{n} {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M" for n, net in networks.items())
     log.info("%s, %d edits, %d ranks, from step %d to %d", sizes_m, len(index), num_ranks, start_step, cfg.num_steps)
+    guard = RunGuard(folder, saver, cfg, timer, start_step, state)
     # ---- 6. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
+        timer.begin_step(step)
         ended = step == cfg.num_steps
-        if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
-            saver.save(step, tensors, {"step": step, "data": plan.state(step)} | base)
+        if cfg.save_every and step != start_step and guard.saves(step, cfg.num_steps):
+            guard.save(step, tensors, {"data": plan.state(step)} | base)
+        if guard.stop.reason:
+            break
         with ema.swapped_in(networks["renderer"]) if ema else contextlib.nullcontext():
             if cfg.eval_every and (ended or step % cfg.eval_every == 0):
-                run_log.scalars(step, seen := validate(networks, encoders, val_reader, cfg, val_micro_batches))
+                with timer.phase("validation"):
+                    run_log.scalars(step, seen := validate(networks, encoders, val_reader, cfg, val_micro_batches))
                 saver.note_loss(step, seen.get("val_loss", seen.get("val_plan_loss")))
             if ema and cfg.sample_every and (ended or step % cfg.sample_every == 0):
                 drawn = encoders, examples, settings, cfg.seed, cfg.max_tokens_per_micro_batch, rank, num_ranks
-                run_log.image(step, "samples", edit_grid(networks["renderer"], *drawn))
+                with timer.phase("sampling"):
+                    run_log.image(step, "samples", edit_grid(networks["renderer"], *drawn))
         if ended:
             break
 
@@ -323,29 +332,33 @@ def main(cfg: Config) -> None:
                         ((losses @ weights) / cfg.global_batch_size).backward()
                     tallies["loss"].add(losses, weights, *rows)
                     tokens += batch.num_tokens
-        # Clip.  The sums over all ranks make all see the same losses and norms, so all stop or none
+        # Clip.  The sums over all ranks make all see the same losses and norms, so all take the step or none
         norms = {n: clip_grad_norm(p.values(), cfg.max_grad_norm).item() for n, p in trained.items()}
         local = [number for tally in tallies.values() for number in tally.sums()]
-        *sums, tokens, num_bad = all_reduce_sum([*local, tokens, len(reader.bad_samples)], device)
+        local += [tokens, len(reader.bad_samples), *guard.stop.flags()]
+        *sums, tokens, num_bad = guard.stop.agree(all_reduce_sum(local, device))
         means = tallies["loss"].means(sums[: len(sums) // 2], "loss")
         means |= tallies["plan_loss"].means(sums[len(sums) // 2 :], "plan_loss")
         norms = {f"{name}_grad_norm": norm for name, norm in norms.items()}
-        run_log.check(step, means | norms, num_bad, cfg.max_bad_samples)
+        run_log.check(step, num_bad, cfg.max_bad_samples)
+        losses = {name: means[name] for name in tallies if name in means}
+        takes = guard.takes(step, losses, norms, plan.keys, plan.position)
         # Step
         with timer.phase("optimizer"):
             share = learning_rate(step, 1.0, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
             for name, optimizer in optimizers.items():
                 set_learning_rate(optimizer, share * lrs[name])
-                optimizer.step()
+                if takes:
+                    optimizer.step()
                 optimizer.zero_grad()
-            if ema:
+            if ema and takes:
                 ema.update(step)
         # Log
         step_s, phases = time.perf_counter() - started, timer.collect()
         rate = {"samples_per_s": cfg.global_batch_size / step_s}
-        run_log.progress(step + 1, {name: means[name] for name in tallies if name in means} | rate)
+        run_log.progress(step + 1, losses | rate)
         if cfg.log_samples:
-            run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
+            run_log.samples(step, plan.keys(step))
         if cfg.log_every and step % cfg.log_every == 0:
             scalars = means | norms
             scalars |= {"lr": share * cfg.lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
@@ -355,10 +368,13 @@ def main(cfg: Config) -> None:
             run_log.scalars(step, scalars)
 
     # ---- 7. Tear-down -----------------------------------------------------------------------------------------------
+    guard.close()
     loader.close()
-    saver.close()
     saved = saver.path(cfg.num_steps) if cfg.save_every else None
-    run_log.done(saved, f"tools.edit --model {folder} --image a.png --instruction 'Make the background pink.'")
+    if guard.stop.reason:
+        run_log.close()
+    else:
+        run_log.done(saved, f"tools.edit --model {folder} --image a.png --instruction 'Make the background pink.'")
     shutdown()
 
 

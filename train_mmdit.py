@@ -46,6 +46,8 @@ from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
 from parallel.lora import apply_lora, base_record, trained_parameters
 from parallel.mesh import build_mesh, check_heads, data_parallel, peers, weights_mesh
+from parallel.roll_back import skipped_stretches
+from parallel.run_guard import RunGuard
 from parallel.tensor_parallel import apply_tensor_parallel
 from parallel.weights import has_weights
 from tools.edit_grid import edit_grid, spread_examples
@@ -279,6 +281,7 @@ def main(cfg: Config) -> None:
     start_step, state = resume(saver, tensors, base, cfg.model, cfg.init_from)
     if state is not None:
         plan.load_state(state["data"])
+    plan.skip(skipped_stretches(folder))
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank())
     kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     reading = cfg.max_pixels, cfg.max_bad_samples, kept, None, cfg.reference_pixels, cfg.condition_pixels
@@ -288,22 +291,26 @@ def main(cfg: Config) -> None:
     facts = num_parameters / 1e6, len(index), dist.get_world_size(), mesh, start_step, cfg.num_steps
     log.info("%.2f M parameters, %d training samples, %d ranks (%s), from step %d to %d", *facts)
     timer, peak = PhaseTimer(device), device_peak(device, dtype)
+    guard = RunGuard(folder, saver, cfg, timer, start_step, state)
     # ---- 7. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
         # Watch before the step: turn 0 sees the untrained model, the last turn only watches.
+        timer.begin_step(step)
         ended = step == cfg.num_steps
-        if step and cfg.save_every and (ended or step % cfg.save_every == 0) and step != start_step:
-            saver.save(step, tensors, {"step": step, "data": plan.state(step)} | base)
+        if cfg.save_every and step != start_step and guard.saves(step, cfg.num_steps):
+            guard.save(step, tensors, {"data": plan.state(step)} | base)
+        if guard.stop.reason:
+            break
         if cfg.eval_every and (ended or step % cfg.eval_every == 0):
-            with ema.swapped_in(model):
+            with timer.phase("validation"), ema.swapped_in(model):
                 seen = validation_losses(model, encoders, val_reader, cfg, val_micro_batches, mixture.group_names)
             run_log.scalars(step, seen)
             saver.note_loss(step, seen["val_loss"])
             if cfg.reweight:
-                order.reweight(step, seen, cfg.reweight)
+                order.reweight(plan.position(step), seen, cfg.reweight)
                 loader.seek(step)
         if cfg.sample_every and (ended or step % cfg.sample_every == 0):
-            with ema.swapped_in(model):
+            with timer.phase("sampling"), ema.swapped_in(model):
                 by = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), cfg.seed, cfg.max_tokens_per_micro_batch
                 prompts, name = ((), "samples") if cfg.task == "edit" else (cfg.sample_prompts, "edits")
                 run_log.image(step, "samples", sample_grid(model, encoders, prompts, cfg.sample_size, *by, *data_ranks))
@@ -332,27 +339,30 @@ def main(cfg: Config) -> None:
             tally.add(losses, batch.weight, batch.language, batch.group)
             fillers += batch.layout.num_filler_tokens
             tokens += batch.num_tokens
-        # Clip.  The sums over all ranks make all see the same loss and norm, so all stop or none; peers count alike
+        # Clip.  The sums over all ranks make all see the same loss and norm, so all decide alike; peers count alike
         norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
         local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples), text.num_truncated]
-        *sums, tokens, fillers, flops, num_bad, num_cut = (n / num_peers for n in all_reduce_sum(local, device))
+        totals = guard.stop.agree(all_reduce_sum([*local, *guard.stop.flags()], device))
+        *sums, tokens, fillers, flops, num_bad, num_cut = (n / num_peers for n in totals)
         loss = (means := tally.means(sums, "loss"))["loss"]
-        run_log.check(step, {"loss": loss, "gradient norm": norm}, num_bad, cfg.max_bad_samples)
+        run_log.check(step, num_bad, cfg.max_bad_samples)
+        takes = guard.takes(step, {"loss": loss}, {"grad_norm": norm}, plan.keys, plan.position)
         # Step
         with timer.phase("optimizer"):
             lr = learning_rate(step, cfg.lr, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
             set_learning_rate(optimizer, lr)
-            optimizer.step()
+            if takes:
+                optimizer.step()
+                ema.update(step)
             optimizer.zero_grad()
-            ema.update(step)
         # Log
         step_s, phases = time.perf_counter() - started, timer.collect()
         rates = {"samples_per_s": cfg.global_batch_size / step_s, "tokens_per_s": tokens / step_s}
         run_log.progress(step + 1, {"loss": loss} | rates)
         if cfg.log_samples:
-            run_log.samples(step, [index[planned.index].key for planned in plan.global_batch(step)])
+            run_log.samples(step, plan.keys(step))
         if cfg.log_every and step % cfg.log_every == 0:
-            scalars = means | {f"samples_{name}": count for name, count in order.counts(step + 1).items()}
+            scalars = means | {f"samples_{name}": n for name, n in order.counts(plan.position(step) + 1).items()}
             scalars |= {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
             scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad, "cut_captions": num_cut}
             scalars |= {"filler": fillers / (tokens + fillers)} if cfg.compile else {}
@@ -360,11 +370,14 @@ def main(cfg: Config) -> None:
             run_log.scalars(step, scalars)
 
     # ---- 8. Tear-down -----------------------------------------------------------------------------------------------
+    guard.close()
     loader.close()
-    saver.close()
     ask, edit = "--prompt 'dog face' --prompt 狗脸", "--image a.png --instruction 'Make the background pink.'"
     try_it = f"tools.edit --model {folder} {edit}" if cfg.task == "edit" else f"tools.sample --run {folder} {ask}"
-    run_log.done(saver.path(cfg.num_steps) if cfg.save_every else None, try_it)
+    if guard.stop.reason:
+        run_log.close()
+    else:
+        run_log.done(saver.path(cfg.num_steps) if cfg.save_every else None, try_it)
     shutdown()
 
 

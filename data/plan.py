@@ -180,6 +180,10 @@ class BatchPlan:
         """Return every sample of a step, over all ranks, in global order."""
         return [self._plan(ref) for ref in self.order.batch(self.position(step))]
 
+    def keys(self, step: int) -> list[str]:
+        """Return the keys of a step's samples, over all ranks, in global order."""
+        return [self.index[planned.index].key for planned in self.global_batch(step)]
+
     def micro_batches(self, step: int) -> list[list[PlannedSample]]:
         """Return this rank's samples of a step, by micro-batch.
 

@@ -12,6 +12,7 @@ from PIL import Image
 from parallel import checkpoint
 from tests.script_runs import run_script
 from tests.shards import simple_samples, write_shard
+from utils.exit_codes import DIVERGED, ROLLED_BACK
 from utils.run_state import checkpoint_folder
 
 FAST = [
@@ -33,8 +34,12 @@ def train(cache: Path, run: Path, *flags: str, ranks: int = 1, script: str = "tr
     return printed
 
 
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return lines(run / "metrics.jsonl")
 
 
 def samples_seen(run: Path) -> dict[int, list[str]]:
@@ -227,22 +232,20 @@ def test_tensor_parallel_must_divide_the_heads(cache, tmp_path):
     assert "attention heads" in printed
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_weights_change(cache, tmp_path):
+def test_bad_steps_are_not_taken_and_a_run_that_only_has_them_gives_up(cache, tmp_path):
+    """With this learning rate the first step makes every later loss infinite."""
     run = tmp_path / "run"
-    printed = train(
-        cache,
-        run,
-        "--num_steps",
-        "6",
-        "--lr",
-        "1e30",
-        "--save_every",
-        "1",
-        "--max_grad_norm",
-        "1e30",
-        ranks=2,
-        expect=2,
-    )
-    assert "stopped before the weights changed" in printed
-    step = checkpoint.latest(run / "checkpoints")
-    assert all(tensor.isfinite().all() for name, tensor in state(run, step).items() if name.startswith("model."))
+    flags = ["--lr", "1e30", "--warmup_steps", "0", "--max_grad_norm", "1e30", "--save_every", "1"]
+    flags += ["--num_steps", "6", "--rollback_after", "3", "--max_rollbacks", "1"]
+    printed = train(cache, run, *flags, ranks=2, expect=ROLLED_BACK)
+    assert "stopped: step 3: 3 bad steps in a row" in printed and "step 1 is not taken" in printed
+    assert checkpoint.latest(run / "checkpoints") == 1  # not of a bad step
+    weights = {name: tensor for name, tensor in state(run, 1).items() if name.startswith("model.")}
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert [bad["step"] for bad in lines(run / "bad_steps.jsonl")] == [1, 2, 3]
+    seen = samples_seen(run)
+    assert [bad["samples"] for bad in lines(run / "bad_steps.jsonl")[:2]] == [seen[1], seen[2]]
+    printed = train(cache, run, *flags, ranks=2, expect=DIVERGED)  # after other data, to no avail
+    assert "after 1 roll-backs" in printed
+    rows = lines(run / "bad_steps.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3] * 2 and rows[0]["samples"] != rows[3]["samples"]

@@ -211,19 +211,8 @@ class RunLog:
     def _note_goodput(self, step: int) -> None:
         self.events.add("goodput", step, **{s: round(x, 3) for s, x in self.monitor.goodput.seconds.items()})
 
-    def check(self, step: int, numbers: Mapping[str, float], num_bad: float, max_bad_samples: int) -> None:
-        """Raise ValueError, on every rank alike, if the run must not take this step.
-
-        numbers: losses and gradient norms by name.  num_bad: bad samples so far, of all ranks.
-        """
-        if not all(map(math.isfinite, numbers.values())):
-            self.monitor.bad_step("non_finite", skipped=False)
-            self.stop(step, "non_finite")
-            raise ValueError(
-                f"step {step}: {', '.join(f'{name} {number}' for name, number in numbers.items())}; stopped before the "
-                "weights changed. Lower the learning rate, or look at the step's samples (--log_samples); the same "
-                "command resumes from the last save"
-            )
+    def check(self, step: int, num_bad: float, max_bad_samples: int) -> None:
+        """Raise ValueError, on every rank alike, if there were too many bad samples so far, of all ranks."""
         if num_bad > max_bad_samples:
             raise ValueError(
                 f"step {step}: {num_bad:.0f} bad samples, over --max_bad_samples; see {self.folder}/train.log"

@@ -34,6 +34,12 @@ class RunOptions:
     metrics_port: int = 0  # Prometheus metrics at this port + LOCAL_RANK; 0 = none
     metrics_host: str = "127.0.0.1"  # address that they are served on
     wandb: str = ""  # project of Weights & Biases; nothing = none
+    # Faults; 0 = never
+    hang_s: float = 300.0  # a phase of a step (data, forward …) that takes longer ends the run, to be started again
+    max_hours: float = 0.0  # save and stop so long after the launch
+    spike_deviations: float = 10.0  # by so much over the last steps' median, a loss or gradient norm skips its step
+    rollback_after: int = 20  # bad steps in a row, after which the run goes back and leaves their data out
+    max_rollbacks: int = 3  # before it gives up
     # Checkpoints
     save_every: int = 500
     keep_checkpoints: int = 2  # the newest
