@@ -1,6 +1,7 @@
 """What keeps a run from being lost, put together for the training scripts: each part is a noun of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from parallel.restarts import count_restart
 from parallel.roll_back import roll_back
 from parallel.watchdog import Watchdog
 from utils.bad_steps import BadSteps
+from utils.exit_codes import UNSAVED, Stopped
 from utils.phase_timer import PhaseTimer
 from utils.run_options import RunOptions
 from utils.stop_signals import StopSignals
@@ -43,10 +45,12 @@ class RunGuard:
         return bool(step and due)
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
-        """Save the checkpoint before `step` with all that a resumed run needs; see `CheckpointSaver.save`."""
-        with self._timer.phase("checkpoint"):
+        """Save the checkpoint before `step` with all that a resumed run needs; see `CheckpointSaver.save`.
+
+        Raises: Stopped, on every rank, after too many failed saves.
+        """
+        with self._saving():
             self._saver.save(step, tensors, {"step": step, "bad_steps": self.bad_steps.state()} | state)
-        self._note_save()
 
     def takes(
         self, step: int, losses: Mapping[str, float], norms: Mapping[str, float],
@@ -59,7 +63,8 @@ class RunGuard:
         """
         takes = self.bad_steps.judge(step, losses, norms, lambda: samples(step))
         if self.bad_steps.rollback:
-            self._saver.wait()
+            with self._saving():
+                self._saver.wait()
             checkpoints = self._saver.storage.folder
             margin, most = self._options.rollback_after, self._options.max_rollbacks
             roll_back(self._folder, checkpoints, step, *self.bad_steps.rollback, position, margin, most)
@@ -68,14 +73,19 @@ class RunGuard:
     def close(self) -> None:
         """Wait for the last save, end the watch, and do what a stop leaves to do.
 
-        Raises: ValueError as `CheckpointSaver.close` does.
+        Raises: Stopped, on every rank, if the last save failed.
         """
-        with self._timer.phase("checkpoint"):
+        with self._saving():
             self._saver.close()
-        self._note_save()
         self._watchdog.close()
         self.stop.close()
 
-    def _note_save(self) -> None:
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            with self._timer.phase("checkpoint"):
+                yield
+        except ValueError as error:  # no user's error: a full disk or a lost store may be back at the next start
+            raise Stopped(UNSAVED, str(error)) from error
         if self._saver.last_save_s:
             self.stop.note_save(self._saver.last_save_s)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from utils import config
+from utils import config, exit_codes
 from utils.config import parse, write_run_folder
+from utils.stop_note import TO_BE_CONTINUED
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -80,7 +81,7 @@ SCRIPT = """
 import os, sys
 sys.path.insert(0, {repository!r})
 from dataclasses import dataclass
-from utils import config
+from utils import config, exit_codes
 from utils.config import parse, run_main
 from utils.exit_codes import NO_PROGRESS, Stopped
 
@@ -247,3 +248,13 @@ def test_a_run_folder_that_cannot_be_made(tmp_path, script):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--run_folder .*file/run cannot be made"):
         write_run_folder(tmp_path / "file" / "run", Config(), str(script))
+
+
+def test_the_page_of_exit_codes_has_them_all():
+    page = (REPOSITORY / "docs" / "stops-and-faults.md").read_text(encoding="utf-8")
+    cells = [(row.split("|")[1].strip(), row) for row in page.splitlines() if row.startswith("| ")]
+    rows = {int(code): row for code, row in cells if code.isdigit()}
+    codes = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
+    assert set(rows) == codes | {0, TO_BE_CONTINUED}
+    for code, name in exit_codes.NAMES.items():
+        assert name in rows[code] and ("| no |" in rows[code]) == (code in exit_codes.FINAL)

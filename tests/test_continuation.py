@@ -11,14 +11,10 @@ from tests.faults.injected import injected
 from tests.range_server import range_server
 from tests.script_runs import run_script
 from tests.shards import simple_samples, write_shard
-from utils.exit_codes import HANG
+from utils.exit_codes import HANG, UNSAVED
 
 HANG_S = 20
-# The place of each kind: its phase, and which of the exit codes it may end a start with.
-ENDS = {
-    "kill": ("backward", {137}), "usr1": ("forward", {0}), "int": ("optimizer", {0}), "full": ("checkpoint", set()),
-    "hang": ("forward", {HANG}),
-}  # fmt: skip
+PHASES = {"kill": "backward", "usr1": "forward", "int": "optimizer", "full": "checkpoint", "hang": "forward"}
 
 
 @pytest.fixture
@@ -61,16 +57,17 @@ def check_the_same(folder, num_steps):
         assert kept[0] == kept[1] and [line["step"] for line in kept[0]] == list(range(num_steps))
 
 
-def test_three_faults_and_a_store_that_fails(tmp_path, monkeypatch, served):
+def test_four_faults_and_a_store_that_fails(tmp_path, monkeypatch, served):
     train(tmp_path, "undisturbed", served, 9, 3)
     faults = injected(
         monkeypatch, tmp_path,
-        "full@rank=1,step=3,phase=checkpoint; kill@rank=1,step=4,phase=backward; usr1@rank=0,step=7,phase=forward",
+        "full@rank=1,step=3,phase=checkpoint; kill@rank=1,step=4,phase=backward; usr1@rank=0,step=7,phase=forward; "
+        "full@rank=0,step=8,phase=checkpoint",  # the save before that stop
     )  # fmt: skip
     served.faults = [503, "none", "cut", "none", 503]
     codes, printed = train(tmp_path, "disturbed", served, 9, 3)
-    assert codes == [137, 0, 0] and len(faults.names()) == 3 and not served.faults, printed
-    assert "save 1 in a row failed" in printed and "stopped: SIGUSR1; the same command goes on" in printed
+    assert codes == [137, UNSAVED, 0] and len(faults.names()) == 4 and not served.faults, printed
+    assert "save 1 in a row failed" in printed and "stopping after this step: SIGUSR1" in printed
     check_the_same(tmp_path, 9)
 
 
@@ -79,15 +76,14 @@ def test_three_faults_and_a_store_that_fails(tmp_path, monkeypatch, served):
 def test_sixty_steps_with_twelve_random_faults(tmp_path, monkeypatch, served, seed):
     train(tmp_path, "undisturbed", served, 60, 5)
     draw = random.Random(seed)
-    kinds = [*draw.choices(list(ENDS), k=10), "kill", "hang"]
+    kinds = [*draw.choices(list(PHASES), k=10), "kill", "hang"]
     places = []
     for kind, step in zip(kinds, draw.sample(range(1, 60), len(kinds)), strict=True):
-        phase, _ = ENDS[kind]
-        step = max(5, step // 5 * 5) if phase == "checkpoint" else step
-        places.append(f"{kind}@rank={draw.randrange(2)},step={step},phase={phase}")
+        step = max(5, step // 5 * 5) if kind == "full" else step
+        places.append(f"{kind}@rank={draw.randrange(2)},step={step},phase={PHASES[kind]}")
     faults = injected(monkeypatch, tmp_path, "; ".join(places))
     served.faults = draw.choices([503, "cut", "none", "none"], k=40)
     codes, printed = train(tmp_path, "disturbed", served, 60, 5)
     print(f"{'; '.join(places)}: exit codes {codes}")
-    assert faults.names() == set(places) and codes[-1] == 0, printed
+    assert faults.names() == set(places) and codes[-1] == 0 and HANG in codes, printed
     check_the_same(tmp_path, 60)

@@ -8,6 +8,8 @@ ROLLED_BACK = 81  # start again: from an older checkpoint, without the stretch o
 DIVERGED = 82  # rolled back too often
 NO_PROGRESS = 83  # restarted too often without a newer checkpoint
 PEER_LOST = 84  # another rank died
+# 85 is utils.stop_note.TO_BE_CONTINUED, of the launcher.
+UNSAVED = 86  # checkpoints could not be saved; what came after the newest one is lost
 
 # The launcher does not start the ranks again after these: it would only happen again.
 FINAL = frozenset({USER_ERROR, DIVERGED, NO_PROGRESS})
@@ -20,6 +22,7 @@ NAMES = {
     DIVERGED: "too many roll-backs",
     NO_PROGRESS: "too many restarts without progress",
     PEER_LOST: "the loss of another rank",
+    UNSAVED: "checkpoints that could not be saved",
 }
 
 
