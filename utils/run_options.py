@@ -35,7 +35,7 @@ class RunOptions:
     metrics_host: str = "127.0.0.1"  # address that they are served on
     wandb: str = ""  # project of Weights & Biases; nothing = none
     # Faults; 0 = never
-    hang_s: float = 300.0  # a phase of a step (data, forward …) that takes longer ends the run, to be started again
+    hang_s: float = 300.0  # a longer phase of a step (data, forward …) ends the run, to be started again; 0 to debug
     max_hours: float = 0.0  # save and stop so long after the launch
     spike_deviations: float = 10.0  # by so much over the last steps' median, a loss or gradient norm skips its step
     rollback_after: int = 20  # bad steps in a row, after which the run goes back and leaves their data out
