@@ -21,6 +21,7 @@ from model.text_encoder import TextEncoder
 # The parts whose matrices an optimizer for hidden layers (Muon) steps: neither embeddings nor the first layer.
 HIDDEN_LAYERS = ("vlm.model.language_model.layers.*", "vlm.model.visual.blocks.*", "vlm.model.visual.merger")
 _ROWS_AT_A_TIME = 8  # of like length, so that few tokens are filling
+_LOGITS_AT_A_TIME = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,15 +81,25 @@ class Planner(nn.Module):
         lengths = [len(answer) for answer in answers]
         before = [own[len(own) - n - 1 : len(own) - 1] for own, n in zip(states, lengths, strict=True)]
         labels = torch.tensor([token for answer in answers for token in answer], device=states[0].device).long()
-        logits = self.vlm.lm_head(torch.cat(before)).float()  # (tokens of all answers, V)
-        losses = F.cross_entropy(logits, labels, reduction="none").split(lengths)
-        correct = (logits.argmax(dim=-1) == labels).split(lengths)
+        losses, correct = (values.split(lengths) for values in self._judge(torch.cat(before), labels))
         loss = torch.stack([own.mean() if len(own) else own.sum() for own in losses])
         has_answer = torch.tensor([s.answer is not None for s in samples], device=loss.device)
         if self._trains_vision and not pictures and torch.is_grad_enabled():
             loss = loss + self._nothing_seen()
         texts = [row[e.start - num_shared : e.stop - num_shared] for row, e in zip(states, edits, strict=True)]
         return PlannerOutput(loss, has_answer, has_answer & torch.stack([own.all() for own in correct]), texts)
+
+    def _judge(self, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cross-entropy of each token after its state, float32, and whether it is the most likely one.
+
+        states: (tokens, D); labels: (tokens,).  A part at a time, whose logits stay in the processor's cache.
+        """
+        losses, correct = [], []
+        for some, right in zip(states.split(_LOGITS_AT_A_TIME), labels.split(_LOGITS_AT_A_TIME), strict=True):
+            logits = self.vlm.lm_head(some).float()  # (tokens, V)
+            losses.append(F.cross_entropy(logits, right, reduction="none"))
+            correct.append(logits.detach().argmax(dim=-1) == right)
+        return torch.cat(losses), torch.cat(correct)
 
     def _states(self, rows: Sequence[list[int]], start: int, pictures: Sequence[Tensor]) -> list[Tensor]:
         """Return what each row of token ids becomes after its first `start` ones, which all share: (tokens, D) each.
