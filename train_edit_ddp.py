@@ -257,10 +257,11 @@ def main(cfg: Config) -> None:
     val_micro_batches = spread_micro_batches(*watched, **sizes)
 
     # ---- 4. Optimizers and EMA --------------------------------------------------------------------------------------
-    lrs, hidden = {"planner": cfg.planner_lr, "renderer": cfg.lr}, (*HIDDEN_LAYERS, *FSDP_UNITS)
+    lrs = {"planner": cfg.planner_lr, "renderer": cfg.lr}
+    muon = {"hidden": (*HIDDEN_LAYERS, *FSDP_UNITS), "copies": dist.group.WORLD}
     trained = {n: (stored_parameters if n == "renderer" else trained_parameters)(net) for n, net in networks.items()}
     build_adam, numbers = build_zero_adamw if cfg.zero else build_adamw, (cfg.adam_eps, cfg.weight_decay)
-    build = build_adam if cfg.optimizer == "adamw" else partial(build_optimizer, cfg.optimizer, hidden=hidden)
+    build = build_adam if cfg.optimizer == "adamw" else partial(build_optimizer, cfg.optimizer, **muon)
     optimizers = {n: build(trained[n].items(), lrs[n], (cfg.beta1, cfg.beta2), *numbers) for n in networks}
     ema = EMA(trained["renderer"].items(), cfg.ema_decay) if "renderer" in networks else None
 

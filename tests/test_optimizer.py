@@ -1,9 +1,11 @@
 """AdamW by its formulas, Muon against torch's on whole matrices, 8-bit AdamW; complete state from the start."""
 
+import contextlib
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,6 +15,7 @@ from parallel.slices import local_slice
 from parallel.tensor_parallel import apply_tensor_parallel
 from tests import toy_model
 from tests.spawn import run_ranks
+from utils import muon
 from utils.muon import Muon
 from utils.optimizer import build_adamw, build_optimizer, optimizer_tensors, set_learning_rate
 
@@ -190,6 +193,52 @@ def test_muon_on_shards_equals_muon_on_whole_matrices(world_size):
             for name, weight in trained.items():
                 assert torch.allclose(weight, expected[name], rtol=0, atol=1e-10), (mesh_sizes, name)
                 assert ("unused" in name) == torch.equal(weight, weights[name])
+
+
+def muon_on_copies(rank, world_size, shapes):
+    """Train the same matrices twice, alone and with the work shared out; one gets no gradient."""
+    alone, shared = (
+        {f"{i}": nn.Parameter(gradient("x", shape, i).float()) for i, shape in enumerate(shapes)} for _ in "12"
+    )
+    optimizers = Muon(alone.values(), LR, DECAY), Muon(shared.values(), LR, DECAY, copies=dist.group.WORLD)
+    worked_on = []
+    for step in range(3):
+        for named, optimizer in zip((alone, shared), optimizers, strict=True):
+            for name, parameter in list(named.items())[1:]:
+                parameter.grad = gradient(name, parameter.shape, step).float()
+            with counting_orthogonalized() as count:
+                optimizer.step()
+            worked_on.append(count[0])
+    equal = all(torch.equal(alone[name], shared[name]) for name in alone)
+    state = [
+        [o.state[p]["momentum_buffer"] for p in n.values()] for o, n in zip(optimizers, (alone, shared), strict=True)
+    ]
+    return equal and all(map(torch.equal, *state)), worked_on
+
+
+@contextlib.contextmanager
+def counting_orthogonalized():
+    count, original = [0], muon.orthogonalize
+
+    def counted(matrix):
+        count[0] += 1
+        return original(matrix)
+
+    muon.orthogonalize = counted
+    try:
+        yield count
+    finally:
+        muon.orthogonalize = original
+
+
+@pytest.mark.parametrize(("world_size", "num"), [(2, 6), (3, 6), (3, 2)])
+def test_muon_shared_out_over_copies_is_bitwise_muon_alone(world_size, num):
+    shapes = [(4, 4), (32, 8), (5, 24), (1, 6), (24, 5), (16, 16), (8, 3)][: num + 1]
+    results = run_ranks(muon_on_copies, world_size, shapes)
+    assert all(equal for equal, _ in results)
+    for alone, shared in zip(*[iter(zip(*(counts for _, counts in results), strict=True))] * 2, strict=True):
+        assert set(alone) == {num} and sum(shared) == num  # no matrix twice
+        assert max(shared) < num
 
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest():

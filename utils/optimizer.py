@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
@@ -56,6 +57,7 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
     hidden: Iterable[str] = (),
+    copies: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer | Together:
     """Return an optimizer; weight decay is for all but one-dimensional parameters (biases, norms).
 
@@ -64,6 +66,7 @@ def build_optimizer(
       "adamw8bit"  torchao's: the state of large matrices in 8 bits a value (arXiv 2110.02861); 2 bytes a weight, not 8
       "muon"       for matrices in modules that match a pattern of `hidden`; AdamW for all others: embeddings, the first
                    and last layers, biases and norms
+    copies: ranks that hold the same parameters, whole, and get the same gradients: they share Muon's work out.
     To be called when the parameters have their memory.
     Raises: ValueError for another name, if a package is missing, or if there is nothing for Muon.
     """
@@ -79,7 +82,9 @@ def build_optimizer(
     if not matrices:
         raise ValueError(f"--optimizer muon is for matrices inside {list(hidden)}, and the model has none there")
     others = [(n, p) for n, p in parameters if n not in matrices]
-    return Together(Muon(matrices.values(), lr, weight_decay), build_adamw(others, lr, betas, eps, weight_decay))
+    return Together(
+        Muon(matrices.values(), lr, weight_decay, copies=copies), build_adamw(others, lr, betas, eps, weight_decay)
+    )
 
 
 def build_adamw(
