@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 VARIABLES = (
     "NGPU", "NNODES", "NODE_RANK", "RDZV_CONF", "RDZV_ENDPOINT", "PYTHON", "OMP_NUM_THREADS", "MAX_RESTARTS",
-    "GLOO_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME", "GLIBC_TUNABLES",
 )  # fmt: skip
 
 
@@ -186,6 +186,7 @@ def test_processes_and_threads(machine, settings, processes, threads):
     assert f"--nproc_per_node={processes}" in given
     assert given[-3:] == ["train_mmdit.py", "--dp_replicate=-1", "--dp_shard=1"]
     assert variables["OMP_NUM_THREADS"] == str(threads)
+    assert ("GLIBC_TUNABLES" in variables) == ("gpus" not in settings)
 
 
 def test_one_machine_meets_on_loopback_at_a_port_of_its_own(machine):
