@@ -23,7 +23,7 @@ CASES = {
     "kill": ("forward", None), "stop": ("forward", None), "hang": ("backward", None), "slow": ("data_wait", 2.0),
     "exit": ("optimizer", None), "error": ("forward", None), "oom": ("backward", None), "term": ("forward", None),
     "int": ("backward", None), "usr1": ("forward", None), "nan": ("forward", None), "full": ("checkpoint", None),
-    "readonly": ("checkpoint", None), "slowdisk": ("checkpoint", 0.2), "inodes": ("checkpoint", None),
+    "readonly": ("checkpoint", None), "slowdisk": ("checkpoint", 0.02), "inodes": ("checkpoint", None),
     "clock": ("forward", None),
 }  # fmt: skip
 # After these the weights are those of the undisturbed run to the bit; a nan or a spike skips a step.
