@@ -64,7 +64,7 @@ def test_four_faults_and_a_store_that_fails(tmp_path, monkeypatch, served):
         "full@rank=1,step=3,phase=checkpoint; kill@rank=1,step=4,phase=backward; usr1@rank=0,step=7,phase=forward; "
         "full@rank=0,step=8,phase=checkpoint",  # the save before that stop
     )  # fmt: skip
-    served.faults = [503, "none", "cut", "none", 503]
+    served.faults = [503, "none", "cut", "stall", 503]
     codes, printed = train(tmp_path, "disturbed", served, 9, 3)
     assert codes == [137, UNSAVED, 0] and len(faults.names()) == 4 and not served.faults, printed
     assert "save 1 in a row failed" in printed and "stopping after this step: SIGUSR1" in printed
@@ -82,7 +82,7 @@ def test_sixty_steps_with_twelve_random_faults(tmp_path, monkeypatch, served, se
         step = max(5, step // 5 * 5) if kind == "full" else step
         places.append(f"{kind}@rank={draw.randrange(2)},step={step},phase={PHASES[kind]}")
     faults = injected(monkeypatch, tmp_path, "; ".join(places))
-    served.faults = draw.choices([503, "cut", "none", "none"], k=40)
+    served.faults = draw.choices([503, "cut", "stall", "none", "none"], k=40)
     codes, printed = train(tmp_path, "disturbed", served, 60, 5)
     print(f"{'; '.join(places)}: exit codes {codes}")
     assert faults.names() == set(places) and codes[-1] == 0 and HANG in codes, printed

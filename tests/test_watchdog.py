@@ -29,10 +29,9 @@ def report_of(folder):
     return hang, (hang / "report.txt").read_text()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_that_is_slow_but_steps_is_left_alone(tmp_path, ranks):
-    code, printed = run(tmp_path, "--num_steps", "6", "--step_s", "0.3", ranks=ranks)
-    assert code == 0 and printed.count(f"sum {ranks}") == 6, printed
+def test_a_run_that_is_slow_but_steps_is_left_alone(tmp_path):
+    code, printed = run(tmp_path, "--num_steps", "6", "--step_s", "0.3", ranks=3)
+    assert code == 0 and printed.count("sum 3") == 6, printed
     assert not (tmp_path / "hangs").exists()
 
 
