@@ -20,6 +20,7 @@ from parallel.checkpoint_storage import open_storage
 from parallel.distributed import gather_results, is_main, num_ranks, on_main, rank
 from parallel.host_memory import HostMemory
 from parallel.writer_process import WriterDied, WriterProcess
+from utils.config import BACKGROUND_SAVE
 
 MODES = ("none", "thread", "process")
 _TRIES = 3  # of a writer process, for one save
@@ -141,8 +142,9 @@ class CheckpointSaver:
         else:
             self._copy(tensors)
             self._thread = threading.Thread(
-                target=self._save, args=(step, self._write, record, started), daemon=True, name=f"save {step}"
-            )
+                target=self._save, args=(step, self._write, record, started), daemon=True,
+                name=f"{BACKGROUND_SAVE} {step}",
+            )  # fmt: skip
             self._thread.start()
         self.last_stall_s = time.perf_counter() - called
         if self.mode == "none":

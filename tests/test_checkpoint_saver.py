@@ -18,6 +18,8 @@ from parallel.checkpoint_saver import MODES, CheckpointSaver
 from parallel.checkpoint_storage import LocalStorage
 from parallel.commit_record import parse_record
 from tests.spawn import run_ranks
+from utils.config import run_main
+from utils.exit_codes import USER_ERROR
 
 BACKGROUND = MODES[1:]
 
@@ -215,6 +217,21 @@ def test_settings_that_make_no_sense(tmp_path):
         CheckpointSaver("gs://x/y")
     with pytest.raises(ValueError, match="must be a str, not a Path"):
         CheckpointSaver(Path("s3://x/y"))
+
+
+def test_an_error_of_all_ranks_lets_a_save_be_published(tmp_path):
+    pid = os.fork()
+    if not pid:
+
+        def main(config: None) -> None:
+            begin = LocalStorage.begin
+            LocalStorage.begin = lambda self, name: (time.sleep(0.5), begin(self, name))
+            save(CheckpointSaver(tmp_path, "thread"), 1)
+            raise ValueError("the loss is not finite")
+
+        run_main(main, None)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == USER_ERROR
+    assert_loads(tmp_path, 1)
 
 
 # ---- Ranks stay together ------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def _call_in_fork(function):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_killed_at_some_changes_of_the_file_system(tmp_path, name):
-    every = {"prune": 2, "save": 4, "save again": 4}.get(name, 10)
+    every = {"prune": 3, "save": 6, "save again": 8}.get(name, 20)
     num_points, seen = in_clean_process(sweep, tmp_path, name, every)
     assert num_points >= 4
     assert len(seen) > 1 or name == "prune"
@@ -168,7 +168,7 @@ def test_killed_at_every_change_of_the_file_system(tmp_path):
 def sweep_s3(names: list[str], every: int) -> dict[str, tuple[int, set[int]]]:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
-    with s3_server() as url:
+    with s3_server(limit_s=1500) as url:
         os.environ.update(KEYS, AWS_ENDPOINT_URL=url)
         put(url, "/bucket")
         return {name: sweep("s3://bucket/run", name, every) for name in names}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from utils.exit_codes import ERROR, USER_ERROR, Stopped
 
 Config = TypeVar("Config")
+BACKGROUND_SAVE = "save of step"  # what the names of threads begin with that write a checkpoint
+_SAVE_GRACE_S = 20.0  # torchrun gives its ranks 30 s to leave
 _GRACE_S = 5.0  # a rank may be this much later than another at the same error
 
 
@@ -65,6 +68,7 @@ def run_main(main: Callable[[Config], None], config: Config) -> None:
     try:
         record(main)(config)  # torchrun's table of failed ranks then has the error too
     except Stopped as stopped:  # agreed by all ranks
+        _finish_saves()
         if _local_rank() != 0:
             _let_the_first_rank_speak()
         print(f"stopped: {stopped.message}", file=sys.stderr)
@@ -73,6 +77,7 @@ def run_main(main: Callable[[Config], None], config: Config) -> None:
         if not isinstance(error, ValueError) or _raised_in_library(error):
             traceback.print_exc()
             _leave(ERROR)
+        _finish_saves()
         speaker = ""
         if _local_rank() != 0:
             _let_the_first_rank_speak()
@@ -88,6 +93,13 @@ def _leave(code: int) -> NoReturn:
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)
+
+
+def _finish_saves() -> None:
+    """Let a checkpoint that is being written be published: what ends all ranks alike need not cost one."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(BACKGROUND_SAVE):
+            thread.join(_SAVE_GRACE_S)
 
 
 def _local_rank() -> int:
