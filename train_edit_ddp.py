@@ -47,6 +47,7 @@ from parallel.distributed import all_reduce_sum, init_distributed, is_main, shut
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
 from parallel.lora import apply_lora, base_record, stored_parameters, trained_parameters
+from parallel.probe import Probe
 from parallel.roll_back import skipped_stretches
 from parallel.run_guard import RunGuard
 from parallel.weights import has_weights
@@ -276,13 +277,15 @@ def main(cfg: Config) -> None:
     if state is not None:
         plan.load_state(state["data"])
     plan.skip(skipped_stretches(folder))
-    run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank)
+    settings, timer = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), PhaseTimer(device)
+    watched = cfg, timer, saver, Probe(device, cfg.metrics_port and cfg.probe_every)
+    run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank, *watched)
     reading = sizes | seen_at | {"check_caption": words.check, "max_bad_samples": cfg.max_bad_samples}
     reading["cache"] = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     reader, val_reader = (Reader(i, **reading) for i in (index, val_index))
     examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, **sizes)]
-    settings, timer = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), PhaseTimer(device)
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
+    run_log.monitor.watch(lambda: {"trainer_data_queue_length": loader.num_steps_ahead})
     sizes_m = ", ".join(f"{n} {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M" for n, net in networks.items())
     log.info("%s, %d edits, %d ranks, from step %d to %d", sizes_m, len(index), num_ranks, start_step, cfg.num_steps)
     guard = RunGuard(folder, saver, cfg, timer, start_step, state)
@@ -291,18 +294,21 @@ def main(cfg: Config) -> None:
         timer.begin_step(step)
         ended = step == cfg.num_steps
         if cfg.save_every and step != start_step and guard.saves(step, cfg.num_steps):
-            guard.save(step, tensors, {"data": plan.state(step)} | base)
+            with run_log.saving(step):
+                guard.save(step, tensors, {"data": plan.state(step)} | base)
         if guard.stop.reason:
             break
         with ema.swapped_in(networks["renderer"]) if ema else contextlib.nullcontext():
             if cfg.eval_every and (ended or step % cfg.eval_every == 0):
                 with timer.phase("validation"):
-                    run_log.scalars(step, seen := validate(networks, encoders, val_reader, cfg, val_micro_batches))
+                    seen = validate(networks, encoders, val_reader, cfg, val_micro_batches)
+                run_log.scalars(step, seen)
                 saver.note_loss(step, seen.get("val_loss", seen.get("val_plan_loss")))
             if ema and cfg.sample_every and (ended or step % cfg.sample_every == 0):
                 drawn = encoders, examples, settings, cfg.seed, cfg.max_tokens_per_micro_batch, rank, num_ranks
                 with timer.phase("sampling"):
-                    run_log.image(step, "samples", edit_grid(networks["renderer"], *drawn))
+                    picture = edit_grid(networks["renderer"], *drawn)
+                run_log.image(step, "samples", picture, [example.caption for example in examples])
         if ended:
             break
 
@@ -328,6 +334,7 @@ def main(cfg: Config) -> None:
                 if ema:
                     with timer.phase("encode"):
                         batch = make_batch(samples, states, encoders, cfg)
+                    run_log.observe(t=batch.t, instruction_tokens=batch.layout.txt_lens)
                     with timer.phase("renderer"):
                         losses = sample_losses(wrapped["renderer"], batch)
                         ((losses @ weights) / cfg.global_batch_size).backward()
@@ -357,14 +364,14 @@ def main(cfg: Config) -> None:
         # Log
         step_s, phases = time.perf_counter() - started, timer.collect()
         rate = {"samples_per_s": cfg.global_batch_size / step_s}
-        run_log.progress(step + 1, losses | rate)
+        scalars = {"lr": share * cfg.lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
+        scalars |= means | norms | phases | rate | {"step_s": step_s, "bad_samples": num_bad}
+        run_log.progress(step + 1, losses | rate, scalars)
         if cfg.log_samples:
             run_log.samples(step, plan.keys(step))
         if cfg.log_every and step % cfg.log_every == 0:
-            scalars = means | norms
-            scalars |= {"lr": share * cfg.lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
-            scalars |= phases | {"step_s": step_s, "bad_samples": num_bad, "refused": words.num_refused}
-            scalars |= rate | {"tokens_per_s": tokens / step_s, "cut_instructions": text.num_truncated}
+            cut = {"refused": words.num_refused, "cut_instructions": text.num_truncated}
+            scalars |= cut | {"tokens_per_s": tokens / step_s}
             scalars |= {"mem_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
             run_log.scalars(step, scalars)
 
@@ -373,6 +380,7 @@ def main(cfg: Config) -> None:
     loader.close()
     saved = saver.path(cfg.num_steps) if cfg.save_every else None
     if guard.stop.reason:
+        run_log.stop(step, guard.stop.kind)
         run_log.close()
     else:
         run_log.done(saved, f"tools.edit --model {folder} --image a.png --instruction 'Make the background pink.'")

@@ -46,6 +46,7 @@ from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
 from parallel.lora import apply_lora, base_record, trained_parameters
 from parallel.mesh import build_mesh, check_heads, data_parallel, peers, weights_mesh
+from parallel.probe import Probe
 from parallel.roll_back import skipped_stretches
 from parallel.run_guard import RunGuard
 from parallel.tensor_parallel import apply_tensor_parallel
@@ -282,15 +283,17 @@ def main(cfg: Config) -> None:
     if state is not None:
         plan.load_state(state["data"])
     plan.skip(skipped_stretches(folder))
-    run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank())
+    timer, peak = PhaseTimer(device), device_peak(device, dtype)
+    watched = cfg, timer, saver, Probe(device, cfg.metrics_port and cfg.probe_every)
+    run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank(), *watched)
     kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     reading = cfg.max_pixels, cfg.max_bad_samples, kept, None, cfg.reference_pixels, cfg.condition_pixels
     reader, val_reader = (Reader(i, *reading) for i in (index, val_index))
     examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, *sizes)]
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture, peers(mesh))
+    run_log.monitor.watch(lambda: {"trainer_data_queue_length": loader.num_steps_ahead})
     facts = num_parameters / 1e6, len(index), dist.get_world_size(), mesh, start_step, cfg.num_steps
     log.info("%.2f M parameters, %d training samples, %d ranks (%s), from step %d to %d", *facts)
-    timer, peak = PhaseTimer(device), device_peak(device, dtype)
     guard = RunGuard(folder, saver, cfg, timer, start_step, state)
     # ---- 7. Loop ----------------------------------------------------------------------------------------------------
     for step in range(start_step, cfg.num_steps + 1):
@@ -298,7 +301,8 @@ def main(cfg: Config) -> None:
         timer.begin_step(step)
         ended = step == cfg.num_steps
         if cfg.save_every and step != start_step and guard.saves(step, cfg.num_steps):
-            guard.save(step, tensors, {"data": plan.state(step)} | base)
+            with run_log.saving(step):
+                guard.save(step, tensors, {"data": plan.state(step)} | base)
         if guard.stop.reason:
             break
         if cfg.eval_every and (ended or step % cfg.eval_every == 0):
@@ -313,8 +317,10 @@ def main(cfg: Config) -> None:
             with timer.phase("sampling"), ema.swapped_in(model):
                 by = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), cfg.seed, cfg.max_tokens_per_micro_batch
                 prompts, name = ((), "samples") if cfg.task == "edit" else (cfg.sample_prompts, "edits")
-                run_log.image(step, "samples", sample_grid(model, encoders, prompts, cfg.sample_size, *by, *data_ranks))
-                run_log.image(step, name, edit_grid(model, encoders, examples, *by, *data_ranks))
+                drawn = sample_grid(model, encoders, prompts, cfg.sample_size, *by, *data_ranks)
+                run_log.image(step, "samples", drawn, prompts)
+                drawn = edit_grid(model, encoders, examples, *by, *data_ranks)
+                run_log.image(step, name, drawn, [example.caption for example in examples])
         if ended:
             break
 
@@ -327,6 +333,7 @@ def main(cfg: Config) -> None:
         for i, samples in enumerate(micro_batches):
             with timer.phase("encode"):
                 batch = make_batch(samples, encoders, cfg).filled(plan.fill_to)
+            run_log.observe(t=batch.t[: len(samples)], caption_tokens=batch.layout.txt_lens[: len(samples)])
             # Gradients go to the shards at once, so no rank ever holds them whole; only HSDP's copies wait.
             model.set_requires_all_reduce(i == len(micro_batches) - 1)
             if cfg.lora_dropout:
@@ -358,13 +365,13 @@ def main(cfg: Config) -> None:
         # Log
         step_s, phases = time.perf_counter() - started, timer.collect()
         rates = {"samples_per_s": cfg.global_batch_size / step_s, "tokens_per_s": tokens / step_s}
-        run_log.progress(step + 1, {"loss": loss} | rates)
+        scalars = means | {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
+        scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad, "cut_captions": num_cut}
+        run_log.progress(step + 1, {"loss": loss} | rates, scalars)
         if cfg.log_samples:
             run_log.samples(step, plan.keys(step))
         if cfg.log_every and step % cfg.log_every == 0:
-            scalars = means | {f"samples_{name}": n for name, n in order.counts(plan.position(step) + 1).items()}
-            scalars |= {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
-            scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad, "cut_captions": num_cut}
+            scalars |= {f"samples_{name}": n for name, n in order.counts(plan.position(step) + 1).items()}
             scalars |= {"filler": fillers / (tokens + fillers)} if cfg.compile else {}
             scalars |= device_scalars(flops / step_s / dist.get_world_size(), peak, device)
             run_log.scalars(step, scalars)
@@ -375,6 +382,7 @@ def main(cfg: Config) -> None:
     ask, edit = "--prompt 'dog face' --prompt 狗脸", "--image a.png --instruction 'Make the background pink.'"
     try_it = f"tools.edit --model {folder} {edit}" if cfg.task == "edit" else f"tools.sample --run {folder} {ask}"
     if guard.stop.reason:
+        run_log.stop(step, guard.stop.kind)
         run_log.close()
     else:
         run_log.done(saver.path(cfg.num_steps) if cfg.save_every else None, try_it)

@@ -30,6 +30,7 @@ from parallel.checkpoint_retention import Retention, note_verified, problem, rec
 from parallel.checkpoint_storage import Storage, open_storage
 from parallel.distributed import gather_results, num_ranks, on_main, rank
 from utils.checksum import crc32
+from utils.counts import count
 
 log = logging.getLogger("train")
 
@@ -89,6 +90,7 @@ def latest(folder: Path | str) -> int | None:
         if (found := shared_problem(storage, step)) is None:
             return step
         if rank() == 0:
+            count("checkpoint_verify_failures")
             log.warning("skipping damaged checkpoint %s: %s", step_folder(folder, step), found)
     return None
 

@@ -35,8 +35,8 @@ class CheckpointSaver:
     A save that fails is a warning with a count; after `max_failures` in a row, or if it is the last, it is an error.
 
     saved_step: the newest step that this saver knows to be published, None at first.  num_failures: failed saves so
-    far.  last_save_s: how long the last save took until it was published, 0 at first.  last_stall_s: how long training
-    waited in the last call of `save`.
+    far.  last_save_s: how long the save of saved_step took until it was published, 0 at first.  last_stall_s: how long
+    training waited in the last call of `save`.  saving_since: time.monotonic() of a save that goes on, or None.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class CheckpointSaver:
         self.retention = Retention(keep_last, keep_every, keep_best)
         self.saved_step: int | None = None
         self.num_failures, self.last_save_s, self.last_stall_s = 0, 0.0, 0.0
+        self.saving_since: float | None = None
         self._about, self._max_failures, self._timeout_s = about or {}, max_failures, timeout_s
         self._failures_in_row, self._last_error = 0, None
         self._layout: Layout | None = None
@@ -87,6 +88,11 @@ class CheckpointSaver:
     def is_saving(self) -> bool:
         """Whether a save goes on in the background on this rank."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of a checkpoint, over all ranks; 0 before the first save."""
+        return 0 if self._layout is None else self._layout.total_bytes
 
     def path(self, step: int) -> Path | str:
         """Return where the checkpoint of a step lies, or would."""
@@ -137,6 +143,7 @@ class CheckpointSaver:
         if any(other[1] is not None for other in of_ranks):
             state = state | {"ranks": {str(i): other[1] for i, other in enumerate(of_ranks)}}
         record = describe(step, state, tensors) | {"about": self._about, "losses": {}}
+        self.saving_since = time.monotonic()
         if self.mode == "none":
             self._save(step, write_tensors(self.storage, self._layout, tensors), record, started)
         else:
@@ -239,15 +246,15 @@ class CheckpointSaver:
             publish(self.storage, step, self._layout, write, record, self._group)
         except Exception as error:
             self.num_failures, self._failures_in_row = self.num_failures + 1, self._failures_in_row + 1
-            self._last_error = error
+            self.saving_since, self._last_error = None, error
             if is_main():
                 log.warning(
                     "save %d in a row failed, %d in all; training goes on: %s",
                     self._failures_in_row, self.num_failures, error,
                 )  # fmt: skip
             return
+        self.last_save_s, self.saving_since = time.perf_counter() - started, None
         self.saved_step, self._failures_in_row, self._last_error = step, 0, None
-        self.last_save_s = time.perf_counter() - started
         if is_main():
             self._prune()
 

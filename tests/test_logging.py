@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from utils import logging as run_logging
 from utils.console import ONCE
@@ -69,7 +70,9 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     assert len(curve(tmp_path, "speed/step_s")) == 9
 
 
-def test_a_run_that_restarts_before_its_first_checkpoint(tmp_path):
+def test_a_run_that_restarts_before_its_first_checkpoint(tmp_path, monkeypatch):
+    # Files of one second and process are read in the order of their numbers as text: a tenth before a ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     train(tmp_path, 0, 3, 1.0)
     train(tmp_path, 0, 3, 2.0)
     assert [line["loss"] for line in lines(tmp_path / "metrics.jsonl") if "loss" in line] == [2.0] * 3

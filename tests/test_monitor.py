@@ -14,6 +14,8 @@ import urllib.request
 import pytest
 import torch
 
+from parallel import checkpoint_saver
+from parallel.checkpoint_saver import CheckpointSaver
 from utils.counts import count
 from utils.goodput import STATES, Goodput
 from utils.logging import RunLog
@@ -58,7 +60,7 @@ def monitor(tmp_path):
 
 def test_every_call_shows_in_a_scrape(monitor):
     before = scrape(monitor.port)
-    assert before["trainer_restarts_total", "crash"] == 0 and before["trainer_non_finite_steps_total", ""] == 0
+    assert before["trainer_restarts_total", "crash"] == 0 and ("trainer_non_finite_steps_total", "") in before
     assert before["trainer_disk_free_bytes", ""] > 0 and before["trainer_host_memory_bytes", ""] > 2**20
     assert before["trainer_checkpoint_last_success_timestamp_seconds", ""] <= time.time()
     monitor.plan(num_steps=100, start_step=7, save_every=10, skipped_budget=50)
@@ -71,18 +73,18 @@ def test_every_call_shows_in_a_scrape(monitor):
     monitor.restart("hang")
     monitor.restart("something else")
     monitor.rollback()
-    monitor.bad_step("non_finite", skipped=True)
-    monitor.bad_step("spike", skipped=True)
-    monitor.bad_step("non_finite", skipped=False)
     monitor.checkpoint(stall_s=2.0, duration_s=8.0, num_bytes=1000)
     monitor.checkpoint(stall_s=1.0, duration_s=9.0, num_bytes=2000)
     monitor.checkpoint_failed()
-    monitor.verify_failed()
     monitor.probe({"compute": 0.001, "node": 0.002, "across": 0.003})
     monitor.watch(lambda: {"trainer_data_queue_length": 3})
-    retries = before["trainer_data_retries_total", ""]
+    for name, kind in (("skipped_steps", "non_finite"), ("skipped_steps", "spike"), ("non_finite_steps", "")):
+        count(name, kind)
+    retries, damaged = (before[f"trainer_{name}_total", ""] for name in ("data_retries", "checkpoint_verify_failures"))
+    spikes, not_finite = (before["trainer_skipped_steps_total", kind] for kind in ("spike", "non_finite"))
     count("data_retries", amount=4)
     count("data_errors", "checksum")
+    count("checkpoint_verify_failures")
     count("not a metric of ours")
     seen = scrape(monitor.port)
     expected = {
@@ -93,11 +95,12 @@ def test_every_call_shows_in_a_scrape(monitor):
         ("trainer_phase_seconds_total", "forward"): 0.5, ("trainer_validation_loss", "val_loss"): 0.75,
         ("trainer_validation_loss", "val_plan_loss"): 1.5, ("trainer_restarts_total", "hang"): 1,
         ("trainer_restarts_total", "other"): 1, ("trainer_rollbacks_total", ""): 1,
-        ("trainer_non_finite_steps_total", ""): 2, ("trainer_skipped_steps_total", "non_finite"): 1,
-        ("trainer_skipped_steps_total", "spike"): 1, ("trainer_checkpoint_stall_seconds", ""): 1.0,
+        ("trainer_non_finite_steps_total", ""): not_finite + 1,
+        ("trainer_skipped_steps_total", "non_finite"): not_finite + 1,
+        ("trainer_skipped_steps_total", "spike"): spikes + 1, ("trainer_checkpoint_stall_seconds", ""): 1.0,
         ("trainer_checkpoint_stall_seconds_total", ""): 3.0, ("trainer_checkpoint_duration_seconds", ""): 9.0,
         ("trainer_checkpoint_bytes", ""): 2000, ("trainer_checkpoint_failures_total", ""): 1,
-        ("trainer_checkpoint_verify_failures_total", ""): 1, ("trainer_compute_probe_seconds", ""): 0.001,
+        ("trainer_checkpoint_verify_failures_total", ""): damaged + 1, ("trainer_compute_probe_seconds", ""): 0.001,
         ("trainer_all_reduce_probe_seconds", "node"): 0.002, ("trainer_all_reduce_probe_seconds", "across"): 0.003,
         ("trainer_data_queue_length", ""): 3, ("trainer_data_retries_total", ""): retries + 4,
         ("trainer_checkpoint_in_progress_seconds", ""): 0, ("trainer_monitor_errors_total", ""): 0,
@@ -110,11 +113,11 @@ def test_every_call_shows_in_a_scrape(monitor):
 def test_a_scrape_tells_what_is_under_way(monitor):
     timer = PhaseTimer(torch.device("cpu"))
     monitor.current_phase = lambda: timer.current
-    monitor.checkpoint_began()
-    time.sleep(0.02)
+    began = time.monotonic() - 20
+    monitor.saving_since = lambda: began
     with timer.phase("checkpoint"):
         seen = scrape(monitor.port)
-    assert seen["trainer_checkpoint_in_progress_seconds", ""] >= 0.02
+    assert seen["trainer_checkpoint_in_progress_seconds", ""] >= 20
     assert (seen["trainer_in_phase", "checkpoint"], seen["trainer_in_phase", "validation"]) == (1, 0)
     with timer.phase("forward"):
         assert sum(v for (name, _), v in scrape(monitor.port).items() if name == "trainer_in_phase") == 0
@@ -239,8 +242,8 @@ def test_goodput_counts_every_second_once(monkeypatch):
 # ---- The run folder --------------------------------------------------------------------------------------------------
 
 
-def start(folder, start_step, num_steps=100):
-    return RunLog(folder, num_steps, start_step, is_main=True, timer=PhaseTimer(torch.device("cpu")))
+def start(folder, start_step, num_steps=100, saver=None):
+    return RunLog(folder, num_steps, start_step, is_main=True, saver=saver)
 
 
 def test_restarts_are_counted_over_all_starts_by_what_ended_the_one_before(tmp_path):
@@ -260,12 +263,6 @@ def test_restarts_are_counted_over_all_starts_by_what_ended_the_one_before(tmp_p
     assert (values["trainer_restarts_total", "crash"], values["trainer_restarts_total", "signal"]) == (1, 1)
     run_log.progress(9, {"loss": 1.0}, {"step_s": 0.0})
     assert run_log.monitor.goodput.seconds["lost"] == 0
-    with run_log.saving(9):
-        path = tmp_path / "checkpoints" / "step-00000009"
-        path.mkdir(parents=True)
-        (path / "file").write_bytes(b"12345")
-    with pytest.raises(OSError), run_log.saving(9):
-        raise OSError("disk full")
     run_log.done(None, "")
     events = read_events(tmp_path)
     assert [(e["event"], e["step"], e.get("reason")) for e in events if e["event"] in ("start", "stop")] == [
@@ -273,11 +270,49 @@ def test_restarts_are_counted_over_all_starts_by_what_ended_the_one_before(tmp_p
         ("stop", 9, "finished"),
     ]  # fmt: skip
     assert [e["lost_steps"] for e in events if e["event"] == "start"] == [0, 2, 0]
-    assert [e["num_bytes"] for e in events if e["event"] == "checkpoint"] == [5]
-    assert len([e for e in events if e["event"] == "checkpoint_failed"]) == 1
     assert restart_reason(events) == "finished"
     [*_, last] = [e for e in events if e["event"] == "goodput"]
     assert STATES == tuple(key for key in last if key in STATES)
+
+
+def test_every_save_is_reported_once_with_its_times_and_bytes(tmp_path, monkeypatch):
+    """Of a real saver in the background: one save that lasts over steps, one that fails."""
+    saver = CheckpointSaver(tmp_path / "checkpoints", "thread")
+    run_log, tensors = start(tmp_path, 0, saver=saver), {"w": torch.ones(1000)}
+    values, go = run_log.monitor.values, threading.Event()
+    write = checkpoint_saver.publish
+    monkeypatch.setattr(checkpoint_saver, "publish", lambda *args: go.wait(20) and write(*args))
+    with run_log.saving(1):
+        saver.save(1, tensors, {"step": 1})
+    time.sleep(0.05)
+    run_log.progress(2, {"loss": 1.0}, {"step_s": 0.0})
+    assert values()["trainer_checkpoint_in_progress_seconds", ""] >= 0.05
+    assert not [e for e in read_events(tmp_path) if e["event"] == "checkpoint"]
+    go.set()
+    saver.wait()
+    for step in (3, 4):
+        run_log.progress(step, {"loss": 1.0}, {"step_s": 0.0})
+    seen = values()
+    assert seen["trainer_checkpoint_in_progress_seconds", ""] == 0
+    assert seen["trainer_checkpoint_bytes", ""] == 4000
+    stall_s, duration_s = (seen[f"trainer_checkpoint_{name}_seconds", ""] for name in ("stall", "duration"))
+    assert 0 < stall_s < 0.05 <= duration_s == saver.last_save_s
+    assert seen["trainer_checkpoint_stall_seconds_total", ""] == stall_s
+    [event] = [e for e in read_events(tmp_path) if e["event"] == "checkpoint"]
+    assert (event["step"], event["num_bytes"]) == (1, 4000) and event["duration_s"] == pytest.approx(duration_s, 1e-3)
+
+    def full(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint_saver, "publish", full)
+    with run_log.saving(4):
+        saver.save(4, tensors, {"step": 4})
+    saver.wait()
+    run_log.stop(4, "signal")
+    assert values()["trainer_checkpoint_failures_total", ""] == 1
+    events = [(e["event"], e["step"]) for e in read_events(tmp_path) if e["event"].startswith("checkpoint")]
+    assert events == [("checkpoint", 1), ("checkpoint_failed", 4)]
+    run_log.close()
 
 
 def test_events_outlive_a_torn_line(tmp_path):

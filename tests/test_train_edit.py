@@ -18,6 +18,7 @@ from tests.released_folder import make_released
 from tests.script_runs import run_script
 from tools import evaluate_edit, export
 from train_edit_ddp import Config
+from utils.run_events import read_events
 
 FAST = [
     "--global_batch_size", "8", "--lr_schedule", "constant", "--warmup_steps", "1", "--eval_every", "0",
@@ -145,6 +146,9 @@ def test_everything_a_run_should_leave(folder, tmp_path):
     assert [line["step"] for line in watched] == [0, 2]
     assert watched[0]["val_loss"] == pytest.approx(2.0, abs=0.5)  # the network says zero
     assert {"val_loss_zh", "val_loss_en", "val_loss_remove", "val_plan_loss", "val_plan_exact"} <= watched[0].keys()
+    events = read_events(run)
+    assert [e["event"] for e in events] == ["start", "checkpoint", "goodput", "stop"]
+    assert min(events[2][state] for state in ("training", "checkpoint", "validation", "restart")) > 0
     assert not any("visual" in name for name in state(run, 2))  # frozen: neither trained nor stored
 
     export.main(export.Config(run=str(run), output=str(tmp_path / "exported")))

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from parallel import checkpoint
 from tests.script_runs import run_script
 from tests.shards import simple_samples, write_shard
 from utils.exit_codes import DIVERGED, ROLLED_BACK
+from utils.run_events import read_events
 from utils.run_state import checkpoint_folder
 
 FAST = [
@@ -128,6 +130,17 @@ def test_everything_a_run_should_leave(cache, tmp_path):
     logged = {k for m in metrics(run) for k in m}
     wanted = "loss grad_norm lr samples tokens step_s data_wait_s samples_per_s tokens_per_s tflops"
     assert set(wanted.split()) <= logged
+
+    events = read_events(run)
+    kinds = [(e["event"], e["step"], e.get("reason")) for e in events if e["event"] != "goodput"]
+    assert kinds == [("start", 0, "first"), ("checkpoint", 4, None), ("stop", 4, "finished")]
+    goodput = [e for e in events if e["event"] == "goodput"][-1]
+    assert min(goodput[state] for state in ("training", "checkpoint", "validation", "restart")) > 0
+    board = EventAccumulator(str(run / "tb"), size_guidance={"histograms": 0}).Reload()
+    tags = board.Tags()
+    assert {"data/t", "data/caption_tokens"} == set(tags["histograms"]) and "samples" in tags["images"]
+    assert [h.histogram_value.num for h in board.Histograms("data/t")] == [4] * 4  # rank 0's half of each step
+    assert {"samples/prompts/text_summary", "run/config/text_summary", "run/summary/text_summary"} <= {*tags["tensors"]}
 
     before = (run / "metrics.jsonl").read_text()
     again = train(cache, run, *flags)  # nothing is left to do, on any number of ranks

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -153,8 +152,3 @@ def _read_warnings(path: Path) -> list[Warnings]:
 def _kind(text: str) -> str:
     """Return a message without what differs from one to the next: words with a digit, a slash or a dot in them."""
     return re.sub(r"\S*[\d/\\.]\S*", "…", text)
-
-
-def by_label(values: Mapping[str, object], prefix: str) -> list[str]:
-    """Return the names `<prefix>_<label>`, without those of further prefixes."""
-    return [name for name in values if name.startswith(f"{prefix}_")]

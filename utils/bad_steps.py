@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from utils.counts import count
+
 WINDOW = 128  # steps whose losses and norms are remembered
 MIN_STEPS = 32  # before which only what is not finite is bad
 RECENT = 16  # steps of the running loss
@@ -69,6 +71,10 @@ class BadSteps:
         faults = [fault for name, value in values.items() if (fault := self._fault(name, value))]
         if faults:
             self.num_skipped, self._in_row = self.num_skipped + 1, self._in_row + 1
+            is_finite = all(map(math.isfinite, values.values()))
+            count("skipped_steps", "spike" if is_finite else "non_finite")
+            if not is_finite:
+                count("non_finite_steps")
             self._write(step, faults, values, samples)
             if self.rollback_after and self._in_row >= self.rollback_after:
                 first = step + 1 - self._in_row

@@ -7,11 +7,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 from tqdm import tqdm
 
@@ -21,6 +22,7 @@ from utils.monitor import PROCESS_BEGAN, Monitor
 from utils.phase_timer import PhaseTimer
 from utils.run_events import RunEvents, restart_reason
 from utils.run_options import RunOptions
+from utils.save_watch import Saver, SaveWatch
 from utils.tensorboard_log import TensorBoardLog
 from utils.wandb_log import WandbLog, check_wandb
 
@@ -36,13 +38,14 @@ class RunLog:
     start_step: where the run begins or resumes.  What an earlier start wrote for this step and later ones goes, since
     those steps are done again: no number is ever in a file, or on a curve, twice.
     config: the script's.
-    timer: says in which phase the process is.  probe: asked after each step for what `Monitor.probe` takes.
+    timer: says in which phase the process is.  saver: of the checkpoints.
+    probe: asked after each step for what `Monitor.probe` takes.
     Raises: ValueError, on every rank, if it asks for wandb, which is not installed.
     """
 
     def __init__(
         self, folder: Path, num_steps: int, start_step: int, is_main: bool, rank: int = 0,
-        config: RunOptions | None = None, timer: PhaseTimer | None = None,
+        config: RunOptions | None = None, timer: PhaseTimer | None = None, saver: Saver | None = None,
         probe: Callable[[int], Mapping[str, float]] = lambda step: {},
     ):  # fmt: skip
         self.folder, self.num_steps, self.start_step, self.is_main = folder, num_steps, start_step, is_main
@@ -50,8 +53,9 @@ class RunLog:
         check_wandb(config.wandb)
         set_up_logging(folder, is_main, rank)
         self.events = RunEvents(folder)
-        self.monitor = self._watch(rank, config, timer)
-        self._timer, self._probe = timer, probe
+        self._timer, self._probe = timer or PhaseTimer(torch.device("cpu")), probe
+        self.monitor = self._watch(rank, config)
+        self._saves = SaveWatch(saver, self.monitor, self.events if is_main else None) if saver is not None else None
         if not is_main:
             return
         for name in ("metrics.jsonl", "samples_seen.jsonl"):
@@ -71,7 +75,7 @@ class RunLog:
         )
         self._started = self._last_line = self._last_goodput = time.monotonic()
 
-    def _watch(self, rank: int, config: RunOptions, timer: PhaseTimer | None) -> Monitor:
+    def _watch(self, rank: int, config: RunOptions) -> Monitor:
         """Return this rank's monitor, which knows what became of the run until now; rank 0 notes that it starts."""
         history, last = self.events.read(), self.events.last_step()
         reason = restart_reason(history)
@@ -83,8 +87,7 @@ class RunLog:
             Goodput(done, down_s),
         )  # fmt: skip
         monitor.plan(self.num_steps, self.start_step, config.save_every, config.max_bad_samples)
-        if timer is not None:
-            monitor.current_phase = lambda: timer.current
+        monitor.current_phase = lambda: self._timer.current
         if self.is_main:
             for event in history:
                 if event["event"] == "start" and event.get("reason") != "first":
@@ -134,6 +137,8 @@ class RunLog:
         if numbers is not None:
             self.monitor.step(step, values | numbers)
             self.monitor.probe(self._probe(step))
+        if self._saves is not None:
+            self._saves.look()
         if not self.is_main:
             return
         self.events.mark(step)
@@ -173,36 +178,14 @@ class RunLog:
             self._samples_seen = (self.folder / "samples_seen.jsonl").open("a", encoding="utf-8", buffering=1)
         self._samples_seen.write(json.dumps({"step": step, "samples": keys}, ensure_ascii=False) + "\n")
 
-    @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """The block saves the checkpoint of `step`, and training waits for it."""
-        self.monitor.checkpoint_began()
-        started = time.monotonic()
-        try:
-            with self._timer.phase("checkpoint") if self._timer is not None else nullcontext():
-                yield
-        except BaseException:
-            self.checkpoint_failed(step)
-            raise
-        took = time.monotonic() - started
-        path = self.folder / "checkpoints" / f"step-{step:08d}"
-        self.checkpoint(step, took, took, sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else 0)
-
-    def checkpoint(self, step: int, stall_s: float, duration_s: float, num_bytes: int) -> None:
-        """Note that the checkpoint of `step` was published; see `Monitor.checkpoint`."""
-        self.monitor.checkpoint(stall_s, duration_s, num_bytes)
-        if self.is_main:
-            times = {"stall_s": round(stall_s, 4), "duration_s": round(duration_s, 4)}
-            self.events.add("checkpoint", step, **times, num_bytes=num_bytes)
-
-    def checkpoint_failed(self, step: int) -> None:
-        """Note that the checkpoint of `step` was not published."""
-        self.monitor.checkpoint_failed()
-        if self.is_main:
-            self.events.add("checkpoint_failed", step)
+    def saving(self, step: int) -> AbstractContextManager:
+        """Return a context whose block begins the save of `step`, or does it; training waits for the block."""
+        return self._saves.saving(step) if self._saves is not None else nullcontext()
 
     def stop(self, step: int, reason: str) -> None:
-        """Note why the run ends after `step` steps: one of `utils.run_events.REASONS`."""
+        """Note why the run ends after `step` steps, all its saves done: one of `utils.run_events.REASONS`."""
+        if self._saves is not None:
+            self._saves.look()
         if self.is_main:
             self.events.mark_now(step)
             self._note_goodput(step)
@@ -243,8 +226,7 @@ class RunLog:
 
     def done(self, checkpoint: Path | None, try_it: str) -> None:
         """Finish every file and say where what was made lies; try_it: a module's command line, without --run."""
-        if self._timer is not None:
-            self.monitor.end(self._timer.collect())
+        self.monitor.end(self._timer.collect())
         self.stop(self.num_steps, "finished")
         self.close()
         if not self.is_main:

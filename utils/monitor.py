@@ -37,10 +37,10 @@ class Monitor:
     ):  # fmt: skip
         self.goodput = goodput or Goodput()
         self.current_phase: Callable[[], str | None] = lambda: None
+        self.saving_since: Callable[[], float | None] = lambda: None  # time.monotonic() of a save that goes on
         self._values: dict[Key, float] = {}
         self._intervals: deque[float] = deque(maxlen=_NUM_INTERVALS)
         self._sources: list[Callable[[], Mapping[str, float]]] = [lambda: machine_state(disk)]
-        self._save_began: float | None = None
         self._save_every = 0
         self._lock = threading.Lock()
         self._warned: set[str] = set()
@@ -95,7 +95,7 @@ class Monitor:
             elif name == "loss" or name.endswith("_loss"):
                 self.set("trainer_loss", value, name)
         if "samples" in numbers:  # those of this step: a counter that starts from 0 with each process
-            self.add("trainer_samples_total", numbers["samples"] / step)
+            self.add("trainer_samples_total", numbers["samples"] / max(1, step))
         for name, metric in _SAME.items():
             if name in numbers:
                 self.set(metric, numbers[name])
@@ -131,37 +131,20 @@ class Monitor:
         """Count a return to an earlier checkpoint without a new start."""
         self.add("trainer_rollbacks_total")
 
-    def bad_step(self, reason: str, skipped: bool) -> None:
-        """Count a step that was not like others; reason: non_finite or spike.  skipped: its update was left out."""
-        if reason == "non_finite":
-            self.add("trainer_non_finite_steps_total")
-        if skipped:
-            self.add("trainer_skipped_steps_total", 1, reason)
-
-    def checkpoint_began(self) -> None:
-        """Note that a save is under way, until `checkpoint` or `checkpoint_failed`."""
-        self._save_began = time.monotonic()
-
     def checkpoint(self, stall_s: float, duration_s: float, num_bytes: int) -> None:
         """Note that a checkpoint was published.
 
         stall_s: how long training waited for it; duration_s: from the begin of the save; num_bytes: over all ranks.
         """
-        self._save_began = None
         self.add("trainer_checkpoint_stall_seconds_total", stall_s)
         self.set("trainer_checkpoint_stall_seconds", stall_s)
         self.set("trainer_checkpoint_duration_seconds", duration_s)
         self.set("trainer_checkpoint_bytes", num_bytes)
         self.set("trainer_checkpoint_last_success_timestamp_seconds", time.time())
 
-    def checkpoint_failed(self) -> None:
-        """Count a save that was not published."""
-        self._save_began = None
-        self.add("trainer_checkpoint_failures_total")
-
-    def verify_failed(self) -> None:
-        """Count a checkpoint that was found damaged."""
-        self.add("trainer_checkpoint_verify_failures_total")
+    def checkpoint_failed(self, amount: int = 1) -> None:
+        """Count saves that were not published."""
+        self.add("trainer_checkpoint_failures_total", amount)
 
     def probe(self, seconds: Mapping[str, float]) -> None:
         """Note what a `Probe` measured: {"compute": seconds, <group of ranks>: seconds of an all-reduce}."""
@@ -196,7 +179,7 @@ class Monitor:
             found["trainer_step_p99_seconds", ""] = p99
             mean = sum(intervals) / len(intervals)
             found["trainer_checkpoint_expected_interval_seconds", ""] = self._save_every * mean
-        began = self._save_began
+        began = self.saving_since()
         found["trainer_checkpoint_in_progress_seconds", ""] = 0.0 if began is None else time.monotonic() - began
         if (phase := self.current_phase()) in METRICS["trainer_in_phase"].known:
             found["trainer_in_phase", phase] = 1.0

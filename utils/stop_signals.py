@@ -59,6 +59,12 @@ class StopSignals:
         self._received.add(signal.Signals(number).name)
         self.signalled_at = self.signalled_at or time.monotonic()
 
+    @property
+    def kind(self) -> str:
+        """`reason` as one of `utils.run_events.REASONS`."""
+        first = self.reason.partition(", ")[0]
+        return {f"the file {STOP_FILE}": "stop_file", "--max_hours is over": "time_limit"}.get(first, "signal")
+
     def flags(self) -> list[float]:
         """Return this rank's requests, one number a reason; to be summed over ranks and given to `agree`."""
         now = time.monotonic()

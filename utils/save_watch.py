@@ -1,0 +1,61 @@
+"""What becomes of a run's saves, which may go on in the background, for its monitor and its events."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from utils.monitor import Monitor
+from utils.run_events import RunEvents
+
+
+class Saver(Protocol):
+    """What there is to see of `parallel.checkpoint_saver.CheckpointSaver`."""
+
+    saved_step: int | None  # the newest published
+    num_failures: int
+    last_save_s: float  # of saved_step, until it was published
+    num_bytes: int  # of a checkpoint, over all ranks
+    saving_since: float | None  # time.monotonic() of a save that goes on
+
+
+class SaveWatch:
+    """Reports each save once: how long training waited for it, and, once it is published, the rest.
+
+    events: None on ranks that write none.
+    """
+
+    def __init__(self, saver: Saver, monitor: Monitor, events: RunEvents | None):
+        self._saver, self._monitor, self._events = saver, monitor, events
+        self._step, self._failures = saver.saved_step, saver.num_failures
+        self._stalls: dict[int, float] = {}  # of saves that are not known to be published
+        monitor.saving_since = lambda: saver.saving_since
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """The block begins the save of `step`, or does it; training waits for the block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stalls[step] = time.perf_counter() - started
+            self.look()
+
+    def look(self) -> None:
+        """Report what has happened since the last look; cheap."""
+        saver = self._saver
+        failed, self._failures = saver.num_failures - self._failures, saver.num_failures
+        if failed > 0:
+            self._monitor.checkpoint_failed(failed)
+            if self._events is not None:
+                self._events.add("checkpoint_failed", max(self._stalls, default=0))
+        step = saver.saved_step
+        if step == self._step or step is None:
+            return
+        self._step = step
+        stall_s, duration_s, num_bytes = self._stalls.pop(step, 0.0), saver.last_save_s, saver.num_bytes
+        self._stalls = {other: stall for other, stall in self._stalls.items() if other > step}
+        self._monitor.checkpoint(stall_s, duration_s, num_bytes)
+        if self._events is not None:
+            times = {"stall_s": round(stall_s, 4), "duration_s": round(duration_s, 4)}
+            self._events.add("checkpoint", step, **times, num_bytes=num_bytes)
