@@ -19,6 +19,7 @@ from parallel.distributed import on_main
 from parallel.restarts import forget_restarts
 from utils.exit_codes import DIVERGED, ROLLED_BACK, Stopped
 from utils.restart_notes import PROGRESS, leave_note
+from utils.run_events import RunEvents
 
 FILE = "rollbacks.json"
 log = logging.getLogger("train")
@@ -67,6 +68,7 @@ def roll_back(
         beside.replace(path)
         _withdraw(checkpoints, target)
         forget_restarts(folder)
+        RunEvents(folder).add("stop", step, reason="rollback")
         return ROLLED_BACK, (
             f"step {step}: {reason}; back to step {target}, then on without the data of steps {first} to {step} "
             f"(roll-back {len(entries) + 1} of {max_rollbacks}, {path}).  If nothing restarts, give the same command"

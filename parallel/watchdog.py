@@ -28,6 +28,7 @@ from parallel.distributed import num_ranks, on_main, rank
 from parallel.hang_report import explain
 from utils.exit_codes import HANG, PEER_LOST
 from utils.phase_timer import PhaseTimer, Position
+from utils.run_events import RunEvents
 from utils.stop_signals import StopSignals
 
 LONG = 10  # the deadline of a long phase over that of the others
@@ -141,6 +142,7 @@ class Watchdog:
         os.write(2, f"hang: {text}".encode())
         with contextlib.suppress(OSError):  # it has been said
             (self.folder / "hangs" / folder / "report.txt").write_text(text, encoding="utf-8")
+        RunEvents(self.folder).add("stop", position.step, reason="hang")
         os._exit(HANG)
 
     def _follow(self, alarm: dict) -> NoReturn:

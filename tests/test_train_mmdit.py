@@ -260,5 +260,7 @@ def test_bad_steps_are_not_taken_and_a_run_that_only_has_them_gives_up(cache, tm
     assert [bad["samples"] for bad in lines(run / "bad_steps.jsonl")[:2]] == [seen[1], seen[2]]
     printed = train(cache, run, *flags, ranks=2, expect=DIVERGED)  # after other data, to no avail
     assert "after 1 roll-backs" in printed
+    kinds = [(event["event"], event["reason"]) for event in read_events(run) if event["event"] in ("start", "stop")]
+    assert kinds == [("start", "first"), ("stop", "rollback"), ("start", "rollback")]
     rows = lines(run / "bad_steps.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] * 2 and rows[0]["samples"] != rows[3]["samples"]

@@ -13,6 +13,7 @@ from tests.faults.injected import injected
 from tests.launches import start_launcher, wait_until
 from tests.script_runs import run_script
 from utils.exit_codes import ERROR, HANG
+from utils.run_events import read_events
 
 SCRIPT, HANG_S = "tests/faults/small_run.py", 0.5
 STEP = 6  # not the first, whose deadline is longer
@@ -47,6 +48,9 @@ def test_a_hang_ends_in_time_with_stacks_and_culprit(tmp_path, monkeypatch, what
     hang, report = report_of(tmp_path)
     assert culprit in report and report in printed.replace("hang: ", "") and f"step {STEP}" in report
     assert "rank 0: step 6, backward for" in report and "(--hang_s)" in report
+    assert [(event["event"], event["step"], event["reason"]) for event in read_events(tmp_path)] == [
+        ("stop", STEP, "hang")
+    ]
     answered = {"hang": (0, 1), "stop": (0,)}[what]  # a process that stands still writes nothing
     for rank in answered:
         stacks = (hang / f"rank-{rank}.stacks.txt").read_text()

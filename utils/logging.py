@@ -92,6 +92,8 @@ class RunLog:
             for event in history:
                 if event["event"] == "start" and event.get("reason") != "first":
                     monitor.restart(str(event.get("reason")))
+                if event["event"] == "stop" and event.get("reason") == "rollback":
+                    monitor.rollback()
             if reason is not None:
                 monitor.restart(reason)
             lost = max(0, done - self.start_step)

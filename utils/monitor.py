@@ -128,7 +128,7 @@ class Monitor:
         self.add("trainer_restarts_total", amount, reason if reason in known else "other")
 
     def rollback(self) -> None:
-        """Count a return to an earlier checkpoint without a new start."""
+        """Count a return to an earlier checkpoint."""
         self.add("trainer_rollbacks_total")
 
     def checkpoint(self, stall_s: float, duration_s: float, num_bytes: int) -> None:

@@ -71,7 +71,7 @@ METRICS: dict[str, Metric] = {
     "trainer_learning_rate": Metric("Learning rate of the last step."),
     "trainer_non_finite_steps_total": Metric("Steps whose loss or gradient norm was not finite."),
     "trainer_skipped_steps_total": Metric("Steps whose update was left out.", "reason", ("non_finite", "spike")),
-    "trainer_rollbacks_total": Metric("Returns to an earlier checkpoint without a new start."),
+    "trainer_rollbacks_total": Metric("Returns to an earlier checkpoint, over all starts."),
     # Machine
     "trainer_host_memory_bytes": Metric("Resident memory of the process."),
     "trainer_gpu_memory_allocated_bytes": Metric("GPU memory in tensors."),
