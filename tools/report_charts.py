@@ -133,7 +133,7 @@ def _axis(low: float, high: float, log: bool) -> tuple[float, float, list[float]
         ticks = [m * 10.0**p for p in powers for m in (1, 2, 5) if low <= m * 10.0**p <= high]
         if len(ticks) > 6:
             ticks = [t for t in ticks if math.log10(t).is_integer()] or ticks[::3]
-        return low, high, ticks
+        return low, high, ticks if len(ticks) > 1 else _ticks(low, high, 4)
     if high == low:
         margin = abs(high) / 10 or 1.0
         low, high = low - margin, high + margin
