@@ -17,6 +17,9 @@ from utils.run_options import MAY_CHANGE, check_options
         ({"dtype": "float16"}, "--dtype must be one of auto, float32, bfloat16, got 'float16'"),
         ({"reduce_dtype": "auto"}, "--reduce_dtype must be one of float32, bfloat16, got 'auto'"),
         ({"lr_schedule": "linear"}, "--lr_schedule must be one of cosine, constant, got 'linear'"),
+        ({"save_every": -1}, "--save_every must not be negative, got -1"),
+        ({"shard_cache_gib": -0.5}, "--shard_cache_gib must not be negative, got -0.5"),
+        ({"metrics_port": 70000}, "--metrics_port must be at most 65535, got 70000"),
         ({"optimizer": "sgd"}, "--optimizer must be one of adamw, muon, got 'sgd'"),
     ],
 )

@@ -67,3 +67,8 @@ def check_options(config: RunOptions, **choices: Collection) -> None:
     counts = "num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps"
     usual = {"dtype": ("auto", *_DTYPES), "reduce_dtype": _DTYPES, "lr_schedule": SCHEDULES}
     check_values(config, counts, usual | choices)
+    for name in (field.name for field in fields(RunOptions)):
+        if isinstance(value := getattr(config, name), int | float) and value < 0:
+            raise ValueError(f"--{name} must not be negative, got {value}")
+    if config.metrics_port > 65535:
+        raise ValueError(f"--metrics_port must be at most 65535, got {config.metrics_port}")
