@@ -31,6 +31,7 @@ from parallel.checkpoint_storage import Storage, open_storage
 from parallel.distributed import gather_results, num_ranks, on_main, rank
 from utils.checksum import crc32
 from utils.counts import count
+from utils.state_changes import before_change
 
 log = logging.getLogger("train")
 
@@ -183,6 +184,7 @@ def load_verified(
     try:
         with _quiet():
             present = {name: tensor for name, tensor in tensors.items() if name not in fresh}
+            before_change()
             dcp.load(present, storage_reader=reader)
     except dcp.CheckpointException as error:
         raise ValueError(f"{path} is valid but could not be read: {_cause(error)}") from error

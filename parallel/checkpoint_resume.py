@@ -32,6 +32,8 @@ def resume(
     elif state is not None:
         check_base(state, base, model)
         saver.saved_step = step
+    if saver.mode != "none":  # without its memory it should fail here, not at the first save
+        saver.prepare(tensors)
     return step, state
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints of a run, saved in the background: training waits for a copy in host memory, not for the disk."""
+"""Checkpoints of a run, saved in the background: copied to host memory during the next forward and backward, and
+written from there."""
 
 import logging
 import math
@@ -7,7 +8,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,9 +18,10 @@ from parallel.checkpoint_publish import describe, publish, write_tensors
 from parallel.checkpoint_retention import Retention, make_room, problem, step_name, steps, stored_losses
 from parallel.checkpoint_storage import open_storage
 from parallel.distributed import gather_results, is_main, num_ranks, on_main, rank
-from parallel.host_memory import HostMemory
+from parallel.staged_copy import StagedCopy
 from parallel.writer_process import WriterDied, WriterProcess
 from utils.config import BACKGROUND_SAVE
+from utils.state_changes import wait_before_changes
 
 MODES = ("none", "thread", "process")
 _TRIES = 3  # of a writer process, for one save
@@ -31,12 +32,15 @@ class CheckpointSaver:
     """Saves the run's checkpoints one after the other and deletes those that are no longer needed.
 
     mode: "none" writes while training waits; "thread" and "process" copy to host memory, which must hold this rank's
-    part once more, and write from there.  A process leaves the training's interpreter alone.
+    part once more, and write from there.  A process leaves the training's interpreter alone.  The copy is made while
+    forward and backward go on; the next optimizer step, and all else that `utils.state_changes` knows to change state,
+    waits for what is not copied yet.
     A save that fails is a warning with a count; after `max_failures` in a row, or if it is the last, it is an error.
 
     saved_step: the newest step that this saver knows to be published, None at first.  num_failures: failed saves so
-    far.  last_save_s: how long the save of saved_step took until it was published, 0 at first.  last_stall_s: how long
-    training waited in the last call of `save`.  saving_since: time.monotonic() of a save that goes on, or None.
+    far.  last_save_s: how long the save of saved_step took until it was published, 0 at first.  last_copy_wait_s: how
+    long training waited for its copy, after the call of `save`.  saving_since: time.monotonic() of a save that goes on,
+    or None.
     """
 
     def __init__(
@@ -66,13 +70,12 @@ class CheckpointSaver:
         self.storage, self.mode = open_storage(folder), mode
         self.retention = Retention(keep_last, keep_every, keep_best)
         self.saved_step: int | None = None
-        self.num_failures, self.last_save_s, self.last_stall_s = 0, 0.0, 0.0
+        self.num_failures, self.last_save_s, self.last_copy_wait_s = 0, 0.0, 0.0
         self.saving_since: float | None = None
         self._about, self._max_failures, self._timeout_s = about or {}, max_failures, timeout_s
         self._failures_in_row, self._last_error = 0, None
         self._layout: Layout | None = None
-        self._memory: HostMemory | None = None
-        self._copies: list[Tensor] = []
+        self._copy: StagedCopy | None = None
         self._writer: WriterProcess | None = None
         self._thread: threading.Thread | None = None
         try:
@@ -83,6 +86,7 @@ class CheckpointSaver:
         self._group = None
         if mode != "none" and num_ranks() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        wait_before_changes(self.wait_for_copy)
 
     @property
     def is_saving(self) -> bool:
@@ -114,14 +118,14 @@ class CheckpointSaver:
             self._losses[step] = loss
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, rank_state: dict | None = None) -> None:
-        """Save; every rank takes part.  It waits for the save before, and in the background modes for a copy only.
+        """Save; every rank takes part.  It waits for the save before, and in the background modes for nothing else.
 
-        tensors: as for `checkpoint.save`; they may change when this returns.  state: JSON-able, the same on every rank.
+        tensors: as for `checkpoint.save`; they must not change before `wait_for_copy` has returned, which optimizers,
+        `EMA` and loading see to.  state: JSON-able, the same on every rank; it is taken at the call.
         rank_state: JSON-able, of this rank alone; it is found under state["ranks"][str(rank)].
         A valid checkpoint of this step that is already there is kept as it is.
         Raises: ValueError, on every rank, if the states differ, or if too many saves in a row have failed.
         """
-        called = time.perf_counter()
         self.wait()
         started = time.perf_counter()
         mine = (
@@ -147,15 +151,19 @@ class CheckpointSaver:
         if self.mode == "none":
             self._save(step, write_tensors(self.storage, self._layout, tensors), record, started)
         else:
-            self._copy(tensors)
+            self._copy.begin(tensors)
             self._thread = threading.Thread(
                 target=self._save, args=(step, self._write, record, started), daemon=True,
                 name=f"{BACKGROUND_SAVE} {step}",
             )  # fmt: skip
             self._thread.start()
-        self.last_stall_s = time.perf_counter() - called
         if self.mode == "none":
             self._raise_if_too_many()
+
+    def wait_for_copy(self) -> None:
+        """Return when the tensors of the last save may change."""
+        if self._copy is not None:
+            self._copy.wait()
 
     def wait(self) -> None:
         """Wait until the save in the background is published or has failed.
@@ -197,36 +205,22 @@ class CheckpointSaver:
         self._layout = Layout(tensors, self.storage.file_bytes)
         if self.mode == "none":
             return
-        pin = any(tensor.device.type == "cuda" for tensor in tensors.values())
         try:
-            gather_results(lambda: self._allocate(pin))  # one rank's host may have no room
+            gather_results(lambda: self._allocate(tensors))  # one rank's host may have no room
         except OSError as error:
             raise ValueError(str(error)) from error
-        parts = self._layout.local_tensors(tensors)
-        self._copies = [
-            self._memory.tensor(piece.start, part)
-            for file, pieces in self._layout.files.items()
-            for piece, part in zip(pieces, parts[file], strict=True)
-        ]
         if self.mode == "process":
-            self._writer = WriterProcess(self._memory.fd, self._layout.num_bytes, self._timeout_s)
+            self._writer = WriterProcess(self._copy.memory.fd, self._layout.num_bytes, self._timeout_s)
 
-    def _allocate(self, pin: bool) -> None:
-        self._memory = HostMemory(self._layout.num_bytes, pin)
-
-    @torch.no_grad()
-    def _copy(self, tensors: dict[str, Tensor]) -> None:
-        parts = [part for of_file in self._layout.local_tensors(tensors).values() for part in of_file]
-        if parts:
-            torch._foreach_copy_(self._copies, parts, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def _allocate(self, tensors: dict[str, Tensor]) -> None:
+        self._copy = StagedCopy(self._layout, tensors)
 
     def _write(self, beside: str) -> dict[str, dict]:
         """Write this rank's files from the copy; a writer process that dies is started again and begins anew."""
+        self._copy.check()
         ranges = {file: [(piece.start, piece.stop) for piece in pieces] for file, pieces in self._layout.files.items()}
         if self._writer is None:
-            view = self._memory.view
+            view = self._copy.memory.view
             return write_and_verify(
                 self.storage, beside, {file: [view[a:b] for a, b in pieces] for file, pieces in ranges.items()}
             )
@@ -241,6 +235,8 @@ class CheckpointSaver:
 
     def _save(self, step: int, write, record: dict, started: float) -> None:
         """Publish and clean up, in this thread or in one of its own; what goes wrong is counted, alike on all ranks."""
+        if self.mode != "none":
+            self._copy.run()
         try:
             record["losses"] = on_main(lambda: self._make_ready(step), self._group)
             publish(self.storage, step, self._layout, write, record, self._group)
@@ -254,6 +250,7 @@ class CheckpointSaver:
                 )  # fmt: skip
             return
         self.last_save_s, self.saving_since = time.perf_counter() - started, None
+        self.last_copy_wait_s = self._copy.waited_s if self._copy is not None else 0.0
         self.saved_step, self._failures_in_row, self._last_error = step, 0, None
         if is_main():
             self._prune()
@@ -274,7 +271,6 @@ class CheckpointSaver:
     def _free(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        if self._memory is not None:
-            self._copies = []
-            self._memory.close()
-        self._writer = self._memory = None
+        if self._copy is not None:
+            self._copy.close()
+        self._writer = self._copy = None

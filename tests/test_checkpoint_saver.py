@@ -20,6 +20,7 @@ from parallel.commit_record import parse_record
 from tests.spawn import run_ranks
 from utils.config import run_main
 from utils.exit_codes import USER_ERROR
+from utils.state_changes import before_change
 
 BACKGROUND = MODES[1:]
 
@@ -34,9 +35,10 @@ def tensors_of(step: float) -> dict[str, torch.Tensor]:
 
 
 def save(saver: CheckpointSaver, step: int) -> None:
-    """Save, and change the tensors as soon as the call returns, as the next training step does."""
+    """Save, and change the tensors as soon as that may be, as the next training step does."""
     tensors = tensors_of(float(step))
     saver.save(step, tensors, {"step": step})
+    before_change()
     for tensor in tensors.values():
         tensor.fill_(-1)
 

@@ -280,6 +280,7 @@ def test_every_save_is_reported_once_with_its_times_and_bytes(tmp_path, monkeypa
     saver = CheckpointSaver(tmp_path / "checkpoints", "thread")
     run_log, tensors = start(tmp_path, 0, saver=saver), {"w": torch.ones(1000)}
     values, go = run_log.monitor.values, threading.Event()
+    saver.prepare(tensors)
     write = checkpoint_saver.publish
     monkeypatch.setattr(checkpoint_saver, "publish", lambda *args: go.wait(20) and write(*args))
     with run_log.saving(1):

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from utils.state_changes import before_change
+
 
 class EMA:
     """A copy of the float32 (or float64) master weights that follows them slowly.
@@ -34,6 +36,7 @@ class EMA:
 
         The decay starts low and rises to its value, so that the first weights are soon forgotten.
         """
+        before_change()
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(_local(self._averages.values()), _local(self._parameters.values()), 1 - decay)
 
@@ -55,6 +58,7 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self, model: nn.Module) -> None:
+        before_change()
         for parameter, average in zip(_local(self._parameters.values()), _local(self._averages.values()), strict=True):
             kept = parameter.clone()
             parameter.copy_(average)

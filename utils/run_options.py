@@ -46,7 +46,7 @@ class RunOptions:
     keep_checkpoints: int = 2  # the newest
     keep_every: int = 0  # and for ever those of steps that this number divides; 0 = none
     keep_best: int = 0  # and so many with the lowest validation loss
-    checkpoint_async: str = "none"  # thread, process: training waits for a copy in memory, not for the disk
+    checkpoint_async: str = "none"  # thread, process: copied to memory beside the next step, and written from there
 
 
 # These too decide how far, on what machines and how closely watched a run goes, not what it computes.

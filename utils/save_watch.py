@@ -15,12 +15,13 @@ class Saver(Protocol):
     saved_step: int | None  # the newest published
     num_failures: int
     last_save_s: float  # of saved_step, until it was published
+    last_copy_wait_s: float  # of saved_step: how long training waited for its copy after the call
     num_bytes: int  # of a checkpoint, over all ranks
     saving_since: float | None  # time.monotonic() of a save that goes on
 
 
 class SaveWatch:
-    """Reports each save once: how long training waited for it, and, once it is published, the rest.
+    """Reports each save once, when it is published: how long training waited for it, and how long it took.
 
     events: None on ranks that write none.
     """
@@ -53,7 +54,8 @@ class SaveWatch:
         if step == self._step or step is None:
             return
         self._step = step
-        stall_s, duration_s, num_bytes = self._stalls.pop(step, 0.0), saver.last_save_s, saver.num_bytes
+        stall_s = self._stalls.pop(step, 0.0) + saver.last_copy_wait_s
+        duration_s, num_bytes = saver.last_save_s, saver.num_bytes
         self._stalls = {other: stall for other, stall in self._stalls.items() if other > step}
         self._monitor.checkpoint(stall_s, duration_s, num_bytes)
         if self._events is not None:
