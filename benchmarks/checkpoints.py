@@ -1,20 +1,17 @@
-"""How fast checkpoints are saved and loaded, and how long training waits: `./launch.sh -m benchmarks.checkpoints`.
+"""How fast checkpoints are saved and loaded, against others: `./launch.sh -m benchmarks.checkpoints`.
 
 Gloo ranks of this machine hold a state of weights, average and Adam's two moments, float32, each cut in rows.  In turn,
 in the same processes, it is saved and loaded by
 
   ours            `parallel.checkpoint`: checksums, read back and compared, synced, published
-  unsummed        the same without checksums, saving only
   dcp             `torch.distributed.checkpoint` with its file writer, synced; no checksums
   torch           `torch.save` of each rank's part to its own file, synced, and `torch.load`; for the same mesh only
   torchsnapshot   `Snapshot.take` and `restore`, if it is installed
 
-then in the background by `CheckpointSaver`, of which the time that training waits counts, against a copy of the state
-to memory that is there already.  The memory of a rank and its writer is watched over --memory_saves saves of a smaller
-state.  Times are the slowest rank's; medians and the fastest.  Loading is from a warm page cache, if it fits.
+Times are the slowest rank's; medians and the fastest.  Loading is from a warm page cache, if it fits.  How long
+training waits for a save is what benchmarks.checkpoint_stall shows.
 """
 
-import contextlib
 import importlib.util
 import os
 import shutil
@@ -22,11 +19,10 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -34,8 +30,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel import checked_writer, checkpoint
-from parallel.checkpoint_saver import CheckpointSaver
+from parallel import checkpoint
 from utils.config import parse, run_main
 
 NUM_TENSORS = 48  # of each kind
@@ -47,8 +42,7 @@ class Config:
     num_parameters_m: int = 100  # millions; the state takes 16 bytes for each
     num_ranks: int = 2
     repeats: int = 3
-    memory_saves: int = 100  # of a state of 2 M parameters, for each background mode
-    modes: tuple[str, ...] = ("thread", "process")  # of the background saves
+    methods: tuple[str, ...] = ("ours", "dcp", "torch", "torchsnapshot")  # the last where it is installed
     folder: str = ""  # where the temporary folder is made; the system's if empty
 
 
@@ -124,24 +118,20 @@ def slowest(seconds: float) -> float:
     return value.item()
 
 
-def run_rank(rank: int, cfg: Config, folder: Path, port: int) -> None:
+def join(rank: int, num_ranks: int, port: int) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(cfg.num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
+
+
+def run_rank(rank: int, cfg: Config, folder: Path, port: int) -> None:
+    join(rank, cfg.num_ranks, port)
     tensors = make_state(cfg.num_parameters_m * 10**6, cfg.num_ranks)
     num_bytes = sum(tensor.numel() * 4 for tensor in tensors.values())
     times: dict[str, list[float]] = defaultdict(list)
     compare(cfg, folder, tensors, times)
-    background(cfg, folder, tensors, times)
     if rank == 0:
         report(cfg, num_bytes, times)
-    del tensors
-    small = make_state(2 * 10**6, cfg.num_ranks)
-    for mode in cfg.modes:
-        used = memory_over_saves(folder / f"memory-{mode}", mode, small, cfg.memory_saves)
-        if rank == 0 and used:
-            flat = f"{used[0] / 2**20:.1f} MiB after the tenth, {max(used) / 2**20:.1f} MiB at most"
-            print(f"resident memory of rank 0 and its writer, {cfg.memory_saves} saves, {mode}: {flat}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -149,17 +139,14 @@ def run_rank(rank: int, cfg: Config, folder: Path, port: int) -> None:
 def compare(cfg: Config, folder: Path, tensors: dict[str, DTensor], times: dict[str, list[float]]) -> None:
     """Save and load by each method, in turn."""
     sums = {name: tensor.to_local().sum().item() for name, tensor in tensors.items()}
-    rank = dist.get_rank()
+    rank, chosen = dist.get_rank(), {name: METHODS[name] for name in cfg.methods if name in METHODS}
     for _ in range(cfg.repeats):
-        for name, (save, load) in METHODS.items():
+        for name, (save, load) in chosen.items():
             place = folder / name
             if rank == 0:
                 place.mkdir()
                 os.sync()  # what the last one left to the kernel is not this one's to write
             times[f"save {name}"].append(timed(lambda save=save, place=place: save(place, tensors)))
-            if name == "ours":
-                with without_checksums():
-                    times["save unsummed"].append(timed(lambda: checkpoint.save(folder / "unsummed", 1, tensors, {})))
             for tensor in local(tensors).values():
                 tensor.zero_()
             times[f"load {name}"].append(timed(lambda load=load, place=place: load(place, tensors)))
@@ -167,54 +154,6 @@ def compare(cfg: Config, folder: Path, tensors: dict[str, DTensor], times: dict[
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(place)
-                shutil.rmtree(folder / "unsummed", ignore_errors=True)
-
-
-@contextlib.contextmanager
-def without_checksums() -> Iterator[None]:
-    """Have `checkpoint.save` take every checksum for 0."""
-    before = checked_writer.crc32, checked_writer.crc32_combine
-    checked_writer.crc32 = checked_writer.crc32_combine = lambda *_: 0
-    try:
-        yield
-    finally:
-        checked_writer.crc32, checked_writer.crc32_combine = before
-
-
-def background(cfg: Config, folder: Path, tensors: dict[str, DTensor], times: dict[str, list[float]]) -> None:
-    """Time what training waits for, against a plain copy of the state, in turn."""
-    for mode in cfg.modes:
-        saver = CheckpointSaver(folder / mode, mode, keep_last=1)
-        saver.prepare(tensors)
-        room = list(saver._copies)  # the saver's own memory, so that the state is held twice and not three times
-        for step in range(1, cfg.repeats + 1):
-            saver.wait()
-            parts = [local(tensors)[piece.item.index.fqn] for f in saver._layout.files.values() for piece in f]
-
-            def copy(room=room, parts=parts) -> None:
-                for target, source in zip(room, parts, strict=True):
-                    target.copy_(source)
-
-            times[f"copy {mode}"].append(timed(copy))
-            times[f"wait {mode}"].append(timed(lambda step=step, saver=saver: saver.save(step, tensors, {})))
-            saver.wait()
-            times[f"background save {mode}"].append(slowest(saver.last_save_s))
-        del room, parts, copy
-        saver.close()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder / mode)
-
-
-def memory_over_saves(folder: Path, mode: str, tensors: dict[str, DTensor], num_saves: int) -> list[int]:
-    """Return the resident bytes of this process and its children after each save from the tenth on."""
-    saver, process, used = CheckpointSaver(folder, mode, keep_last=1), psutil.Process(), []
-    for step in range(1, num_saves + 1):
-        saver.save(step, tensors, {})
-        saver.wait()
-        used.append(sum(p.memory_info().rss for p in (process, *process.children(recursive=True))))
-    saver.close()
-    return used[9:]
 
 
 def report(cfg: Config, num_bytes: int, times: dict[str, list[float]]) -> None:
@@ -224,23 +163,21 @@ def report(cfg: Config, num_bytes: int, times: dict[str, list[float]]) -> None:
     for name, seconds in times.items():
         median = statistics.median(seconds)
         kind, _, method = name.partition(" ")
-        ratio = f"{statistics.median(times[f'{kind} dcp']) / median:>12.2f} x" if kind in ("save", "load") else ""
-        print(f"{name:<26}{median:>10.3f}{min(seconds):>11.3f}{num_bytes / 1e9 / median:>8.2f}{ratio}")
-    whole = statistics.median(times["save ours"])
-    print(f"checksums take {1 - statistics.median(times['save unsummed']) / whole:.1%} of a save")
-    for mode in cfg.modes:
-        wait, copy = (statistics.median(times[f"{what} {mode}"]) for what in ("wait", "copy"))
-        print(
-            f"{mode}: training waits {wait / whole:.1%} of a save's time, {wait / copy:.2f} x a plain copy", flush=True
-        )
+        against = statistics.median(times.get(f"{kind} dcp", [0.0])) / median
+        print(f"{name:<26}{median:>10.3f}{min(seconds):>11.3f}{num_bytes / 1e9 / median:>8.2f}{against:>12.2f} x")
 
 
-def main(cfg: Config) -> None:
-    with tempfile.TemporaryDirectory(dir=cfg.folder or None, prefix="checkpoints-") as folder:
+def run_on_ranks(run_rank: Callable, cfg, prefix: str) -> None:
+    """Run `run_rank(rank, cfg, temporary folder, port)` in cfg.num_ranks processes."""
+    with tempfile.TemporaryDirectory(dir=cfg.folder or None, prefix=prefix) as folder:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # finds a free port
         port = store.port
         del store
         mp.spawn(run_rank, (cfg, Path(folder), port), cfg.num_ranks)
+
+
+def main(cfg: Config) -> None:
+    run_on_ranks(run_rank, cfg, "checkpoints-")
 
 
 if __name__ == "__main__":

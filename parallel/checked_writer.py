@@ -24,9 +24,8 @@ def write_file(storage: Storage, name: str, file: str, pieces: Iterable[memoryvi
         for piece in pieces:
             own = 0
             for start in range(0, len(piece), _BLOCK):
-                block = piece[start : start + _BLOCK]
-                own = crc32(block, own)
-                yield block
+                yield (block := piece[start : start + _BLOCK])
+                own = crc32(block, own)  # after it was written: writing has brought it into the core's cache
             entry["pieces"].append(own)
             entry["crc32"] = crc32_combine(entry["crc32"], own, len(piece))
             entry["size"] += len(piece)

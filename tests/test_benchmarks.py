@@ -41,6 +41,18 @@ CASES = [
         rf"warm cache +{NUMBER} samples/s", r"no cache: 20% failures cost -?\d", "80 samples .* 0 bad samples",
     ),
     case(
+        "checkpoint_stall",
+        ["--num_parameters_m", "1", "--repeats", "1", "--num_tokens", "8", "--memory_saves", "2",
+         "--memory_parameters_m", "1", "--folder", "FOLDER"],
+        rf"checksums +{NUMBER} s, {NUMBER}%", rf"thread: copy alone {NUMBER} s",
+        rf"blocked {NUMBER} s: {NUMBER}% of a save, {NUMBER} x a copy", rf"until published, {NUMBER} s and \d+ more",
+        r"resident memory, process, rank 1 and its writer", marks=SLOW,
+    ),
+    case(
+        "checkpoints", ["--num_parameters_m", "1", "--repeats", "1", "--methods", "ours", "dcp", "--folder", "FOLDER"],
+        rf"save ours +{NUMBER} .* x", rf"load dcp +{NUMBER} .* 1.00 x", marks=SLOW,
+    ),
+    case(
         "matmul_rate", ["--width", "64", "--side", "2", "--txt_len", "4", "--repeats", "1", "--num_samples", "1"],
         rf"MMDiT step +{NUMBER} GFLOP/s",
     ),
