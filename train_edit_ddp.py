@@ -46,7 +46,7 @@ from parallel.ddp import accumulating, replicate
 from parallel.distributed import all_reduce_sum, init_distributed, is_main, shutdown
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.lora import apply_lora, base_record, stored_parameters, trained_parameters
+from parallel.lora import apply_lora, base_record, compress_base, stored_parameters, trained_parameters
 from parallel.probe import Probe
 from parallel.roll_back import skipped_stretches
 from parallel.run_guard import RunGuard
@@ -91,6 +91,7 @@ class Experiment:
     lora_alpha: float = 0.0  # the adapters' outputs are scaled by alpha / rank; 0 = by 1
     lora_dropout: float = 0.0  # share of the adapters' inputs that is set to zero
     lora_targets: tuple[str, ...] = LORA_TARGETS  # name patterns of the layers that get one
+    lora_base: str = "auto"  # how the frozen weights under them are kept: auto (as --dtype), bfloat16, int8, nf4
     # Samples and instructions
     shares: tuple[str, ...] = ()  # share of each category, "remove=2 text=1 …"; nothing = all alike
     normalize: float = 0.5  # probability that a loose wording is put into its canonical form
@@ -231,6 +232,7 @@ def main(cfg: Config) -> None:
         unused, alpha = without_gradient(renderer), cfg.lora_alpha or cfg.lora_rank
         if cfg.lora_rank:
             apply_lora(renderer, cfg.lora_targets, cfg.lora_rank, alpha, cfg.lora_dropout, dtype, unused)
+            compress_base(renderer, cfg.lora_base, FSDP_UNITS, device)
         for parameter in unused:  # so that DDP need not look for what gets no gradient
             parameter.requires_grad_(False)
         materialize(renderer, device, init_parameter, cfg.seed, released)

@@ -44,7 +44,7 @@ from parallel.float8 import apply_float8
 from parallel.fsdp import gathered, shard_frozen, shard_model
 from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
-from parallel.lora import apply_lora, base_record, trained_parameters
+from parallel.lora import apply_lora, base_record, compress_base, trained_parameters
 from parallel.mesh import build_mesh, check_heads, data_parallel, peers, weights_mesh
 from parallel.probe import Probe
 from parallel.roll_back import skipped_stretches
@@ -92,6 +92,7 @@ class Experiment:
     lora_alpha: float = 0.0  # the adapters' outputs are scaled by alpha / rank; 0 = by 1
     lora_dropout: float = 0.0  # share of the adapters' inputs that is set to zero
     lora_targets: tuple[str, ...] = mmdit_plan.LORA_TARGETS  # name patterns of the layers that get one
+    lora_base: str = "auto"  # how the frozen weights under them are kept: auto (as --dtype), bfloat16, int8, nf4
     # Objective
     t_mean: float = 1.2  # logit-normal time, before the resolution shift; the report's pre-training is nearer 0
     t_std: float = 1.5
@@ -258,6 +259,7 @@ def main(cfg: Config) -> None:
     if cfg.lora_rank:
         alpha, skip = cfg.lora_alpha or cfg.lora_rank, mmdit_plan.without_gradient(model)
         apply_lora(model, cfg.lora_targets, cfg.lora_rank, alpha, cfg.lora_dropout, dtype, skip)
+        compress_base(model, cfg.lora_base, mmdit_plan.FSDP_UNITS, device)
     apply_activation_checkpointing(model, mmdit_plan.FSDP_UNITS, cfg.activation_checkpointing)
     if cfg.compile:
         compile_units(model, mmdit_plan.FSDP_UNITS)

@@ -167,6 +167,8 @@ def check_edit_values(config) -> None:
         raise ValueError(f"--region_weight must be above 0, got {config.region_weight}")
     if getattr(config, "zero", False) and config.optimizer != "adamw":
         raise ValueError("--zero shares out AdamW's state: add --optimizer adamw")
+    if config.lora_base != "auto" and not config.lora_rank:
+        raise ValueError(f"--lora_base {config.lora_base} is of what lies under adapters; add --lora_rank")
     if config.lora_rank and "renderer" not in getattr(config, "train", "renderer"):
         raise ValueError("--lora_rank is for the renderer, and --train leaves it out")
 

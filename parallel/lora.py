@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.fingerprint import fingerprint
+from parallel.frozen_base import FrozenLinear, compressed_layers, linear_layers
 from parallel.module_patterns import matching_modules
 from parallel.tensor_parallel import cut_low_rank
 
 _ADAPTER = "default"  # `peft` can hold several, by name; we need one
+_RECORD = "_base_record"  # attribute of a model whose base is in fewer bits: what the base was
 _IN_ADAPTER = re.compile(rf"\.(lora_[AB])\.{_ADAPTER}\.")
 
 
@@ -96,6 +98,28 @@ def apply_lora(
             layer.lora_dropout[_ADAPTER] = _Dropout(dropout)
 
 
+def compress_base(model: nn.Module, kept_as: str, parts: Iterable[str], device: torch.device) -> None:
+    """Let the frozen linear layers of a model with adapters, on the meta device, be kept in fewer bits.
+
+    kept_as: "auto" changes nothing: the base stays in the dtype that `apply_lora` gave it; or a format of
+    `parallel.frozen_base.FORMATS`.  parts: name patterns of the modules whose layers are meant.  device: where they are
+    to be.
+    To be called after tensor parallelism and adapters, before activation checkpointing, compilation and FSDP;
+    `parallel.init_weights.materialize` fills the layers on the CPU and moves them one by one, each in its few bits.
+    Raises: ValueError for layers that are cut, or multiply in another way.
+    """
+    if kept_as == "auto":
+        return
+    for name, layer, owner in linear_layers(model, parts):
+        if layer.weight.requires_grad or kept_as == "bfloat16" and layer.weight.dtype == torch.bfloat16:
+            continue
+        if isinstance(layer.weight, DTensor):
+            raise ValueError(f"--lora_base {kept_as} keeps layers whole on every rank, and --tp cuts them; use --tp 1")
+        if type(layer) is not nn.Linear:
+            raise ValueError(f"--lora_base {kept_as} is for plain linear layers, {name} is a {type(layer).__name__}")
+        setattr(owner, name.rpartition(".")[2], FrozenLinear(layer, kept_as, device))
+
+
 def released_name(name: str) -> str:
     """Return a parameter's name in files and checkpoints, without what `peft` puts into it."""
     return _IN_ADAPTER.sub(r".\1.", name).replace(".base_layer.", ".")
@@ -106,9 +130,14 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters but the adapters', by released name; without adapters, all there are."""
-    return {released_name(name): p for name, p in model.named_parameters() if not is_adapter(name)}
+def base_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters but the adapters', by released name; without adapters, all there are.
+
+    With them the weights of layers that are to be kept in fewer bits (`parallel.frozen_base`) and are not yet.
+    """
+    found = {released_name(name): p for name, p in model.named_parameters() if not is_adapter(name)}
+    waiting = {name: layer for name, layer in compressed_layers(model).items() if not layer.is_narrow}
+    return found | {released_name(f"{name}.weight"): layer.stored for name, layer in waiting.items()}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -136,13 +165,30 @@ def init_adapter(name: str, parameter: Tensor, generator: torch.Generator) -> No
 def base_record(model: nn.Module) -> dict[str, dict]:
     """Return what a checkpoint says of the frozen base beside the adapters, {} without them; every rank takes part.
 
-    The base itself is not in it: `{"base": {"dtype": …, "fingerprint": …}}` tells whether another one is the same.
+    The base itself is not in it: `{"base": {"dtype": …, "fingerprint": …}}` tells whether another one is the same.  Of
+    a base in fewer bits the fingerprint is that of the weights before, and "kept_as" says what they became.
     """
+    if (record := getattr(model, _RECORD, None)) is not None:
+        return record
     if not any(is_adapter(name) for name, _ in model.named_parameters()):
         return {}
-    base = base_parameters(model)
+    layers, base = compressed_layers(model), base_parameters(model)
     dtype = str(next(iter(base.values())).dtype).removeprefix("torch.")
-    return {"base": {"dtype": dtype, "fingerprint": fingerprint(base.items())}}
+    on_device = {released_name(f"{name}.weight"): layer.on_device for name, layer in layers.items()}
+    seen = ((name, on_device[name]() if name in on_device else tensor) for name, tensor in base.items())
+    record = {"dtype": dtype, "fingerprint": fingerprint(seen)}
+    return {"base": record | ({"kept_as": next(iter(layers.values())).kept_as} if layers else {})}
+
+
+def narrow_base(model: nn.Module) -> None:
+    """Keep the layers that `parallel.frozen_base.compress_base` chose in their few bits; every rank takes part.
+
+    What `base_record` says of the weights is found before.  Raises: ValueError if a weight does not go into the format.
+    """
+    if layers := compressed_layers(model):
+        setattr(model, _RECORD, base_record(model))
+        for layer in layers.values():
+            layer.narrow()
 
 
 def check_base(stored: dict, base: dict, where: str) -> None:

@@ -23,10 +23,12 @@ SMALL = MMDiTConfig(
 )  # fmt: skip
 
 
-def make_run(run: Path, model: Path, tensors: dict[str, torch.Tensor], steps: tuple[int, ...] = (3,)) -> Path:
-    """Make a run folder with these tensors in the checkpoint of every step; all ranks take part."""
+def make_run(
+    run: Path, model: Path, tensors: dict[str, torch.Tensor], state: dict | None = None, steps: tuple[int, ...] = (3,)
+) -> Path:
+    """Make a run folder with these tensors, and more state, in the checkpoint of every step; all ranks take part."""
     for step in steps:
-        checkpoint.save(run / "checkpoints", step, tensors, {"step": step})
+        checkpoint.save(run / "checkpoints", step, tensors, {"step": step} | (state or {}))
     (run / "config.json").write_text(json.dumps({"model": str(model)}))
     return run
 

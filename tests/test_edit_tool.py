@@ -14,6 +14,7 @@ from data.word_filter import RefusedInstructionError
 from model.edit_planner import Planner, PlannerInput
 from model.mmdit import MMDiTConfig
 from model.text_encoder import TextEncoder
+from parallel.fingerprint import fingerprint
 from parallel.weights import read_safetensors
 from tests.edit_pipeline import as_tensor, make_edit_folder, picture_pipeline, random_picture
 from tests.released_folder import TINY
@@ -131,10 +132,12 @@ def test_what_a_run_did_not_train_is_its_folder_s(folder, editor, planner, tmp_p
 def test_adapters_are_put_into_the_folder_s_weights(folder, editor, tmp_path, alpha):
     layer = "transformer_blocks.1.img_mlp.net.2"
     down, up = torch.randn(4, 512), torch.randn(128, 4)
-    run = make_run(
-        tmp_path / "adapters", folder, {f"ema.{layer}.lora_A.weight": down, f"ema.{layer}.lora_B.weight": up}
-    )
-    (run / "config.json").write_text(json.dumps({"model": str(folder), "lora_alpha": alpha, **AREAS}))
+    factors = {f"ema.{layer}.lora_A.weight": down, f"ema.{layer}.lora_B.weight": up}
+    weights = read_safetensors(folder / "transformer")
+    record = {"dtype": "float32", "fingerprint": fingerprint((n, t.float()) for n, t in weights.items())}
+    run = make_run(tmp_path / "adapters", folder, factors, {"base": record})
+    settings = {"lora_rank": 4, "lora_alpha": alpha, "lora_targets": [layer]}
+    (run / "config.json").write_text(json.dumps({"model": str(folder), **settings, **AREAS}))
     merged = QwenImageEditor(run, **SETTINGS).network
     x = torch.randn(5, 512)
     base, changed = (n.get_submodule(layer)(x) for n in (editor.network, merged))

@@ -9,13 +9,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from model.mmdit import MMDiT, MMDiTConfig
-from model.mmdit_plan import without_gradient
+from model.mmdit_plan import FSDP_UNITS, without_gradient
 from parallel.checkpoint import StoredTensors
 from parallel.fingerprint import fingerprint
+from parallel.frozen_base import linear_weights, narrowed, widened
 from parallel.lora import apply_lora, check_base, is_adapter, released_name
 from parallel.safetensors_writer import TensorSpec
 from parallel.weights import weight_files
-from tools.exported_weights import PREFIXES
+from tools.exported_weights import stored_prefix
 
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -36,7 +37,7 @@ class Adapter:
 
         Raises: ValueError if the run trained no adapters.
         """
-        rank, prefix = trained.get("lora_rank", 0), PREFIXES[kind]
+        rank, prefix = trained.get("lora_rank", 0), stored_prefix(kind, stored)
         layers = [name[len(prefix) : -len(_DOWN)] for name in stored.specs if name.startswith(prefix) and _DOWN in name]
         if not rank or not layers:
             raise ValueError("the run trained no adapters but the network itself (--lora_rank 0); use tools.export")
@@ -58,9 +59,9 @@ class MergedWeights:
 
     def __init__(self, adapter: Adapter, base: Path, config: MMDiTConfig, dtype: torch.dtype):
         """base: a transformer/ folder.  Raises: ValueError if it is not the base that the adapter was trained on."""
-        self._adapter, self._base = adapter, open_base(adapter, base)
         with torch.device("meta"):
-            wanted = MMDiT(config).state_dict()
+            network = MMDiT(config)
+        self._adapter, self._base, wanted = adapter, open_base(adapter, base, network), network.state_dict()
         self.specs = {name: TensorSpec(tuple(tensor.shape), dtype) for name, tensor in wanted.items()}
 
     @property
@@ -77,26 +78,40 @@ class MergedWeights:
 
 
 class BaseWeights:
-    """The tensors of a transformer/ folder in the dtype in which a run kept them, read one at a time."""
+    """The tensors of a transformer/ folder as a run computed with them, read one at a time.
 
-    def __init__(self, folder: Path, dtype: torch.dtype):
-        self.files, self._dtype = weight_files(folder), dtype
+    dtype: in which the run loaded them.  kept_as: the format of `parallel.frozen_base` in which it kept those of the
+    names in `narrow`; None = all as they were loaded.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, kept_as: str | None = None, narrow: frozenset[str] = frozenset()
+    ):
+        self.files, self._dtype, self._kept_as, self._narrow = weight_files(folder), dtype, kept_as, narrow
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor."""
+        """Return one tensor; of one that was kept in fewer bits what is left of it."""
+        loaded = self._loaded(name)
+        if self._kept_as is None or name not in self._narrow:
+            return loaded
+        return widened(narrowed(loaded, self._kept_as), self._dtype)
+
+    def loaded_items(self) -> Iterator[tuple[str, Tensor]]:
+        """Give all, one after another, as they were before any was kept in fewer bits."""
+        return ((name, self._loaded(name)) for name in self.files)
+
+    def _loaded(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as opened:
             return opened.get_tensor(name).to(self._dtype)
 
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Give all, one after another."""
-        return ((name, self.read(name)) for name in self.files)
 
-
-def open_base(adapter: Adapter, folder: Path) -> BaseWeights:
-    """Open the base of an adapter.  Raises: ValueError if the folder holds another one."""
-    dtype = adapter.record["base"]["dtype"]
-    base = BaseWeights(folder, getattr(torch, dtype))
-    check_base(adapter.record, {"base": {"dtype": dtype, "fingerprint": fingerprint(base.items())}}, str(folder))
+def open_base(adapter: Adapter, folder: Path, network: MMDiT) -> BaseWeights:
+    """Open the base of an adapter.  network: without adapters.  Raises: ValueError if the folder holds another one."""
+    record = adapter.record["base"]
+    base = BaseWeights(
+        folder, getattr(torch, record["dtype"]), record.get("kept_as"), linear_weights(network, FSDP_UNITS)
+    )
+    check_base(adapter.record, {"base": record | {"fingerprint": fingerprint(base.loaded_items())}}, str(folder))
     return base
 
 
@@ -105,7 +120,7 @@ def load_adapted(network: MMDiT, adapter: Adapter, folder: Path) -> None:
 
     folder: the base's transformer/.  Raises: ValueError if it is not the base that the adapter was trained on.
     """
-    base, skip = open_base(adapter, folder), without_gradient(network)
+    base, skip = open_base(adapter, folder, network), without_gradient(network)
     apply_lora(network, adapter.targets, adapter.rank, adapter.alpha, skip=skip)
     state = {}
     for name, _ in network.named_parameters():

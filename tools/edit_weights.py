@@ -12,13 +12,14 @@ from model.encoders import Encoders
 from model.mmdit import MMDiT, MMDiTConfig
 from model.mmdit_plan import without_gradient
 from parallel import checkpoint
+from parallel.lora import is_adapter
 from parallel.weights import has_weights, read_safetensors
+from tools.adapter import Adapter, MergedWeights
 from utils.run_state import checkpoint_folder
 
 # Names under which runs keep the renderer: train_edit_ddp.py and, of the same network, train_mmdit.py.
 _RAW_PREFIXES = ("renderer.", "model.")
 _EMA, _PLANNER = "ema.", "planner."
-_LORA_A, _LORA_B = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +62,11 @@ def load_edit_model(model: Path, step: int, weights: str, device: torch.device, 
     prefix = _EMA if weights == "ema" else next((p for p in _RAW_PREFIXES if p in groups), None)
     if prefix in groups:
         tensors = _read(stored, prefix, groups[prefix])
-        if any(_LORA_A in name for name in tensors):
-            tensors = _merged(read_safetensors(folder / "transformer"), tensors, trained.get("lora_alpha"))
+        if any(map(is_adapter, tensors)):
+            merged = MergedWeights(
+                Adapter.from_run(stored, weights, trained), folder / "transformer", config, torch.float32
+            )
+            tensors = {name: merged.read(name) for name in merged.specs}
             source += f", adapters on {folder}"
     elif has_weights(folder / "transformer"):
         tensors = read_safetensors(folder / "transformer")
@@ -90,18 +94,6 @@ def _groups(stored: checkpoint.StoredTensors) -> dict[str, list[str]]:
 
 def _read(stored: checkpoint.StoredTensors, prefix: str, names: list[str]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): stored.read(name) for name in names}
-
-
-def _merged(base: dict[str, Tensor], adapters: dict[str, Tensor], alpha: float | None) -> dict[str, Tensor]:
-    """Return a base's weights with low-rank adapters in them: W + alpha / rank · B A; no alpha = the rank."""
-    adapters = dict(adapters)
-    for name in [name for name in adapters if name.endswith(_LORA_A)]:
-        stem = name.removesuffix(_LORA_A)
-        down, up = adapters.pop(name).float(), adapters.pop(stem + _LORA_B).float()
-        weight = base[f"{stem}.weight"]
-        scale = (alpha or len(down)) / len(down)
-        base[f"{stem}.weight"] = (weight.float() + scale * (up @ down)).to(weight.dtype)
-    return base | adapters
 
 
 def _fill(network: MMDiT, tensors: Mapping[str, Tensor], source: str) -> None:

@@ -16,6 +16,12 @@ _LANGUAGE_EMBED = "language_embed.weight"
 _TIME_BIAS = "time_text_embed.timestep_embedder.linear_2.bias"  # the language embedding is added right after it
 
 
+def stored_prefix(kind: str, stored: StoredTensors) -> str:
+    """Return how the names of a checkpoint's network begin.  kind: ema or raw."""
+    is_edit_raw = kind == "raw" and any(name.startswith(_EDIT_RAW) for name in stored.specs)
+    return _EDIT_RAW if is_edit_raw else PREFIXES[kind]
+
+
 class NoWeights:
     """Of a run that did not train the network."""
 
@@ -34,9 +40,7 @@ class ExportedWeights:
 
         Raises: ValueError if the checkpoint is of another network, or holds what the released network lacks.
         """
-        self._stored, self._prefix = stored, PREFIXES[kind]
-        if kind == "raw" and any(name.startswith(_EDIT_RAW) for name in stored.specs):
-            self._prefix = _EDIT_RAW
+        self._stored, self._prefix = stored, stored_prefix(kind, stored)
         found = {
             name.removeprefix(self._prefix): tuple(shape)
             for name, (shape, _) in stored.specs.items()

@@ -7,6 +7,7 @@ from utils.config import check_values
 from utils.schedule import SCHEDULES
 
 _DTYPES = ("float32", "bfloat16")
+_LORA_BASES = ("auto", "bfloat16", "int8", "nf4")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def check_options(config: RunOptions, **choices: Collection) -> None:
     """
     counts = "num_steps", "global_batch_size", "max_tokens_per_micro_batch", "eval_samples", "sample_steps"
     usual = {"dtype": ("auto", *_DTYPES), "reduce_dtype": _DTYPES, "lr_schedule": SCHEDULES}
+    usual |= {"lora_base": _LORA_BASES}
     check_values(config, counts, usual | choices)
     for name in (field.name for field in fields(RunOptions)):
         if isinstance(value := getattr(config, name), int | float) and value < 0:
