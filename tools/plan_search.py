@@ -81,6 +81,8 @@ def least_bytes(settings: StepSettings) -> int:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in MMDiT(settings.model).parameters())
     num_shards = settings.dp_shard * settings.cp * settings.tp
+    if settings.lora_rank:  # what is trained is small; a base in fewer bits is not sharded
+        return parameters * settings.dtype.itemsize // num_shards if settings.lora_base == "auto" else parameters // 2
     states = parameters * (_STATE_BYTES + 4 * settings.ema) // num_shards
     # Without resharding every gathered weight is there at the end of the forward pass, but no gradient need be.
     gathered = parameters * settings.dtype.itemsize // settings.tp - 4 * parameters // num_shards

@@ -12,12 +12,22 @@ from model import flow
 from model.layout import PackedLayout
 from model.micro_batch import MicroBatch
 from model.mmdit import MMDiT, MMDiTConfig
-from model.mmdit_plan import ATTENTIONS, FSDP_UNITS, SEQUENCE_PARALLEL_PLAN, TENSOR_PARALLEL_PLAN, shard_inputs
+from model.mmdit_plan import (
+    ATTENTIONS,
+    FSDP_UNITS,
+    LORA_TARGETS,
+    SEQUENCE_PARALLEL_PLAN,
+    TENSOR_PARALLEL_PLAN,
+    shard_inputs,
+    without_gradient,
+)
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.context_parallel import apply_token_parallel
 from parallel.fake_world import cuda_branches, fake_tensors, fake_world
+from parallel.frozen_base import empty_layers, stored_tensors
 from parallel.fsdp import shard_model
 from parallel.grad_norm import clip_grad_norm
+from parallel.lora import apply_lora, compress_base, trained_parameters
 from parallel.mesh import build_mesh, weights_mesh
 from parallel.module_patterns import matching_modules
 from parallel.step_trace import StepTrace, local_tensors
@@ -45,8 +55,10 @@ class StepSettings:
     dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
-    activation_checkpointing: str = "full"
+    activation_checkpointing: str = "none"
     ema: bool = True
+    lora_rank: int = 0
+    lora_base: str = "auto"
     cuda: bool = True  # branches and kernels of CUDA rather than of a CPU
 
     @property
@@ -72,20 +84,25 @@ class TrainingState:
         weights, by_rows, dtype = weights_mesh(mesh), settings.tp_sequence_parallel, settings.dtype
         apply_tensor_parallel(self.model, SEQUENCE_PARALLEL_PLAN if by_rows else TENSOR_PARALLEL_PLAN, weights["tp"])
         apply_token_parallel(self.model, shard_inputs, ATTENTIONS, mesh["cp"], weights["tp"] if by_rows else None)
+        if rank := settings.lora_rank:
+            apply_lora(self.model, LORA_TARGETS, rank, rank, 0.0, dtype, without_gradient(self.model))
+            compress_base(self.model, settings.lora_base, FSDP_UNITS, torch.device("cpu"))
         apply_activation_checkpointing(self.model, FSDP_UNITS, settings.activation_checkpointing)
         shard_model(self.model, FSDP_UNITS, weights, dtype, settings.reduce_dtype, settings.reshard_after_forward)
 
     def materialize(self, device: torch.device | str) -> None:
         """Allocate parameters, optimizer states and EMA."""
         self.model.to_empty(device=device)
-        self.optimizer = build_adamw(self.model.named_parameters(), 1e-4, (0.9, 0.99), 1e-8, 0.01)
-        self.ema = EMA(self.model.named_parameters(), 0.998) if self.settings.ema else None
+        empty_layers(self.model)
+        trained = trained_parameters(self.model)
+        self.optimizer = build_adamw(trained.items(), 1e-4, (0.9, 0.99), 1e-8, 0.01)
+        self.ema = EMA(trained.items(), 0.998) if self.settings.ema else None
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return what this rank holds between steps, by kind."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
-            "parameters": local_tensors(self.model.parameters()),
+            "parameters": local_tensors([*self.model.parameters(), *stored_tensors(self.model)]),
             "optimizer": local_tensors(states),
             "EMA": local_tensors(self.ema.tensors().values()) if self.ema else [],
         }

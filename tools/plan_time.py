@@ -12,7 +12,7 @@ from parallel.step_trace import Work
 from tools.plan_depth import PlannedStep
 from tools.plan_step import StepSettings
 from utils.devices import Device
-from utils.flops import mmdit_forward_flops
+from utils.flops import mmdit_step_flops
 
 # Seconds a message takes to the next device of a ring, beside its bytes: NVLink and network in NCCL's own model of its
 # "simple" protocol (src/graph/tuning.cc, hwLat).
@@ -85,8 +85,8 @@ def step_time(step: PlannedStep, device: Device, shares: Shares, gpus_per_node: 
             links_free = max(links_free, now) + reduces
     compute, waited_for, gathers, reduces = (sum(parts[p][i] for p in step.sequence()) for i in range(4))
     settings = step.settings
-    forward = mmdit_forward_flops(settings.model, settings.img_lens, settings.txt_lens)
-    model_flops = 3 * forward * settings.accumulate // (settings.cp * settings.tp)
+    flops = mmdit_step_flops(settings.model, settings.img_lens, settings.txt_lens, settings.lora_rank > 0)
+    model_flops = flops * settings.accumulate // (settings.cp * settings.tp)
     return StepTime(
         compute, waited_for, gathers + reduces, max(now, links_free), model_flops, _peak(device, settings.dtype)
     )
