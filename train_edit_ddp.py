@@ -30,7 +30,6 @@ from data.mixture import load_mixture
 from data.plan import BatchPlan, spread_micro_batches
 from data.reader import Reader, Sample
 from data.shard_cache import open_shard_cache
-from data.word_filter import WordFilter
 from model import flow
 from model.edit_planner import HIDDEN_LAYERS, Planner, PlannerInput, PlannerOutput
 from model.encoders import Encoders
@@ -271,7 +270,6 @@ def main(cfg: Config) -> None:
     # ---- 5. Resume: copies, the same on all ranks, are stored once; with --zero each rank stores its part ------------
     tensors = networks_tensors(trained, ema, optimizers)
     base = base_record(networks["renderer"]) if ema else {}
-    words = WordFilter.from_file(cfg.refused_words) if cfg.refused_words else WordFilter(())
     keep = cfg.checkpoint_async, cfg.keep_checkpoints, cfg.keep_every, cfg.keep_best
     saver = CheckpointSaver(cfg.checkpoint_folder or folder / "checkpoints", *keep, asdict(cfg))
     write_run_folder(folder, cfg, __file__, MAY_CHANGE)
@@ -282,7 +280,7 @@ def main(cfg: Config) -> None:
     settings, timer = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), PhaseTimer(device)
     watched = cfg, timer, saver, Probe(device, cfg.metrics_port and cfg.probe_every)
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank, *watched)
-    reading = sizes | seen_at | {"check_caption": words.check, "max_bad_samples": cfg.max_bad_samples}
+    reading = sizes | seen_at | {"max_bad_samples": cfg.max_bad_samples, "refused_words": cfg.refused_words}
     reading["cache"] = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     reader, val_reader = (Reader(i, **reading) for i in (index, val_index))
     examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, **sizes)]
@@ -345,8 +343,8 @@ def main(cfg: Config) -> None:
         # Clip.  The sums over all ranks make all see the same losses and norms, so all take the step or none
         norms = {n: clip_grad_norm(p.values(), cfg.max_grad_norm).item() for n, p in trained.items()}
         local = [number for tally in tallies.values() for number in tally.sums()]
-        local += [tokens, len(reader.bad_samples), *guard.stop.flags()]
-        *sums, tokens, num_bad = guard.stop.agree(all_reduce_sum(local, device))
+        local += [tokens, len(reader.bad_samples), reader.num_refused, *guard.stop.flags()]
+        *sums, tokens, num_bad, num_refused = guard.stop.agree(all_reduce_sum(local, device))
         means = tallies["loss"].means(sums[: len(sums) // 2], "loss")
         means |= tallies["plan_loss"].means(sums[len(sums) // 2 :], "plan_loss")
         norms = {f"{name}_grad_norm": norm for name, norm in norms.items()}
@@ -372,7 +370,7 @@ def main(cfg: Config) -> None:
         if cfg.log_samples:
             run_log.samples(step, plan.keys(step))
         if cfg.log_every and step % cfg.log_every == 0:
-            cut = {"refused": words.num_refused, "cut_instructions": text.num_truncated}
+            cut = {"refused": num_refused, "cut_instructions": text.num_truncated}
             scalars |= cut | {"tokens_per_s": tokens / step_s}
             scalars |= {"mem_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
             run_log.scalars(step, scalars)

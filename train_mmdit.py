@@ -21,7 +21,7 @@ from data.captions import LANGUAGE_ROWS
 from data.edit import check_edit_values, token_weights
 from data.index import build_index
 from data.instructions import trained_wording
-from data.labels import sample_labels
+from data.labels import group_row, sample_labels
 from data.loader import Loader
 from data.mixture import load_mixture
 from data.plan import BatchPlan, spread_micro_batches
@@ -105,6 +105,7 @@ class Experiment:
     condition_pixels: int = 96 * 96  # area at which the text encoder sees it; the released models: 147456
     shares: tuple[str, ...] = ()  # with --task edit, of each category, "remove=2 text=1 …"; nothing = all alike
     normalize: float = 0.5  # probability that a loose wording is put into its canonical form
+    refused_words: str = ""  # file, one word or phrase a line: samples with them, captions too, are left out
     region_weight: float = 1.0  # of a token inside the edited region against one outside, where a sample has a mask
     # Optimizer
     optimizer: str = "adamw"  # adamw; adamw8bit (torchao): 2 bytes of state a weight; muon: for the blocks' matrices
@@ -170,7 +171,7 @@ def make_batch(samples: list[Sample], encoders: Encoders, cfg: Config, stratum: 
     said = [trained_wording(sample, cfg.normalize if stratum is None else 0.0, cfg.seed) for sample in samples]
     with gathered(encoders.text.language_model):
         txt = [encoders.prompt(t, s.states, s.conditions, s.references_key) for t, s in zip(said, samples, strict=True)]
-    labels = sample_labels(samples, lambda sample: sample.plan.group, encoders.device)
+    labels = sample_labels(samples, group_row, encoders.device)
     return MicroBatch.build(images, noise, txt, times, labels, weights if cfg.region_weight != 1.0 else None)
 
 
@@ -236,8 +237,8 @@ def main(cfg: Config) -> None:
         num_empty_tokens=text.count_tokens(""), fill=cfg.compile, max_text_tokens=cfg.max_text_tokens_per_micro_batch,
     )  # fmt: skip
     val_micro_batches = spread_micro_batches(
-        val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, *sizes, group_of=
-        lambda record, language: mixture.group_of_record(record, language, [*val_shards.values()]),
+        val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, *sizes,
+        lambda *visit: mixture.group_of_record(*visit, [*val_shards.values()]), plan.reconstructing,
     )  # fmt: skip
 
     # ---- 4. Model: built without memory, cut, then filled -----------------------------------------------------------
@@ -288,8 +289,8 @@ def main(cfg: Config) -> None:
     timer, peak = PhaseTimer(device), device_peak(device, dtype)
     watched = cfg, timer, saver, Probe(device, cfg.metrics_port and cfg.probe_every)
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank(), *watched)
-    kept = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
-    reading = cfg.max_pixels, cfg.max_bad_samples, kept, None, cfg.reference_pixels, cfg.condition_pixels
+    reading = cfg.max_pixels, cfg.max_bad_samples, open_shard_cache(cache / "shards", cfg.shard_cache_gib), None
+    reading += cfg.reference_pixels, cfg.condition_pixels, cfg.refused_words
     reader, val_reader = (Reader(i, *reading) for i in (index, val_index))
     examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, *sizes)]
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture, peers(mesh))
@@ -309,7 +310,7 @@ def main(cfg: Config) -> None:
             break
         if cfg.eval_every and (ended or step % cfg.eval_every == 0):
             with timer.phase("validation"), ema.swapped_in(model):
-                seen = validation_losses(model, encoders, val_reader, cfg, val_micro_batches, mixture.group_names)
+                seen = validation_losses(model, encoders, val_reader, cfg, val_micro_batches, mixture.label_names)
             run_log.scalars(step, seen)
             saver.note_loss(step, seen["val_loss"])
             if cfg.reweight:
@@ -331,7 +332,7 @@ def main(cfg: Config) -> None:
         with timer.phase("data_wait"):
             micro_batches = loader.next_step()
         # Loss and backward
-        tally, tokens, fillers, flops = LossTally(LANGUAGE_ROWS, mixture.group_names), 0, 0, 0
+        tally, tokens, fillers, flops = LossTally(LANGUAGE_ROWS, mixture.label_names), 0, 0, 0
         for i, samples in enumerate(micro_batches):
             with timer.phase("encode"):
                 batch = make_batch(samples, encoders, cfg).filled(plan.fill_to)
@@ -350,11 +351,11 @@ def main(cfg: Config) -> None:
             tokens += batch.num_tokens
         # Clip.  The sums over all ranks make all see the same loss and norm, so all decide alike; peers count alike
         norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
-        local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples), text.num_truncated]
+        local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples), reader.num_refused, text.num_truncated]
         totals = guard.stop.agree(all_reduce_sum([*local, *guard.stop.flags()], device))
-        *sums, tokens, fillers, flops, num_bad, num_cut = (n / num_peers for n in totals)
+        *sums, tokens, fillers, flops, bad, refused, cut = (n / num_peers for n in totals)
         loss = (means := tally.means(sums, "loss"))["loss"]
-        run_log.check(step, num_bad, cfg.max_bad_samples)
+        run_log.check(step, bad, cfg.max_bad_samples)
         takes = guard.takes(step, {"loss": loss}, {"grad_norm": norm}, plan.keys, plan.position)
         # Step
         with timer.phase("optimizer"):
@@ -368,7 +369,7 @@ def main(cfg: Config) -> None:
         step_s, phases = time.perf_counter() - started, timer.collect()
         rates = {"samples_per_s": cfg.global_batch_size / step_s, "tokens_per_s": tokens / step_s}
         scalars = means | {"grad_norm": norm, "lr": lr, "samples": (step + 1) * cfg.global_batch_size, "tokens": tokens}
-        scalars |= {"step_s": step_s, **phases, **rates, "bad_samples": num_bad, "cut_captions": num_cut}
+        scalars |= {"step_s": step_s, "bad_samples": bad, "refused": refused, "cut_captions": cut} | phases | rates
         run_log.progress(step + 1, {"loss": loss} | rates, scalars)
         if cfg.log_samples:
             run_log.samples(step, plan.keys(step))

@@ -14,7 +14,7 @@ from data.epoch_quotas import EpochQuotas, whole_weights
 from data.index import Index
 from data.index_part import Kind
 from data.interleave import Interleaver
-from data.order import SampleRef
+from data.order import OF_ITS_CATEGORY, SampleRef
 from data.permutation import permutation_keys, permute
 from utils.console import ONCE
 
@@ -220,7 +220,7 @@ class CategoryBalancedSampler(DistributedSampler):
             passes, places = np.divmod(before + number * size + shuffled, size)
             members = permute(places.astype(np.uint64), size, np.array(self._circles[c], np.uint64)[:, None])
             for which, member in zip(passes.tolist(), members.tolist(), strict=True):
-                yield SampleRef(which, self._members[c].find(member))
+                yield SampleRef(which, self._members[c].find(member), OF_ITS_CATEGORY)
 
     def _digest(self) -> str:
         sizes = [len(some) for some in self._members]
@@ -278,7 +278,10 @@ def _check_edits(num_samples: int, num_edits: int) -> None:
     """Say how many samples are no edits.  Raises: ValueError if none is."""
     others = f'{num_samples - num_edits} of {num_samples} samples are no edits: their .json has no "references"'
     if not num_edits:
-        raise ValueError(f"{others}; give shards of edits (tools.prepare makes them), [] where there is no reference")
+        raise ValueError(
+            f"{others}; give --data emoji-edits, or shards of edits (tools.prepare makes them), [] where there is no "
+            "reference"
+        )
     if num_edits < num_samples:
         log.warning("%s; never visited", others)
 

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from data.captions import language_row
+from data.edit import category_row
+from data.order import OF_ITS_CATEGORY
 from data.reader import Sample
+
+
+def group_row(sample: Sample) -> int:
+    """Return a sample's group in a mixture, -1 for none; where categories take their place, its category's row."""
+    group = sample.plan.group
+    return category_row(sample.category) if group == OF_ITS_CATEGORY else group
 
 
 def sample_labels(

@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 
 from data.captions import LANGUAGES
-from data.edit import parse_shares
+from data.edit import CATEGORIES, parse_shares
 from data.index_part import SampleRecord
+from data.order import OF_ITS_CATEGORY
 from data.shards import expand_shards
 from data.tasks import DEFAULT_SHARES, EDIT, MIXED, RECONSTRUCTION, T2I, TASKS, own_task
 from utils.console import ONCE
@@ -69,6 +70,7 @@ class Mixture:
 
     sources: dict[str, Source]
     groups: tuple[Group, ...]
+    by_category: bool = False  # edits of one group, which are told apart and balanced by category instead
 
     def shards(self, split: str, cache_folder: Path) -> dict[str, str]:
         """Return {shard file: name of its source} in a fixed order, for "train" or "validation".
@@ -114,7 +116,10 @@ class Mixture:
         if task != MIXED:
             if wrong := [group.name for group in self.groups if group.task not in (None, task)]:
                 raise ValueError(f"--task {task}, but the mixture's group {wrong[0]!r} is of another; use --task mixed")
-            return self if task == T2I else replace(self, groups=tuple(replace(g, task=task) for g in self.groups))
+            if task == T2I:
+                return self
+            of_edits = tuple(replace(group, task=task) for group in self.groups)
+            return replace(self, groups=of_edits, by_category=len(of_edits) == 1)
         if not is_plain:
             return self
         shares = shares or DEFAULT_SHARES
@@ -137,19 +142,28 @@ class Mixture:
         taking = (n for n, group in enumerate(self.groups) if group.takes(source, language, category, task))
         return next(taking, None)
 
-    def group_of_record(self, record: SampleRecord, language: str, sources: Sequence[str]) -> int | None:
+    def group_of_record(
+        self, record: SampleRecord, language: str, task: str | None, sources: Sequence[str]
+    ) -> int | None:
         """Return the number of the group that a record of an index belongs to in a language, or None.
 
+        task: what it is visited for; None = what it is a sample of.
         sources: of each shard the name of its source; one that is not this mixture's fits all groups.
         """
-        source = sources[record.shard]
-        task = own_task(record.references is not None)
+        if self.by_category:
+            return OF_ITS_CATEGORY
+        source, task = sources[record.shard], task or own_task(record.references is not None)
         return self.group_of(source if source in self.sources else None, language, record.group, task)
 
     @cached_property
     def group_names(self) -> tuple[str, ...]:
         """Return the groups' names, or nothing if there is but one."""
         return tuple(group.name for group in self.groups) if len(self.groups) > 1 else ()
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Return by what losses are told apart: the groups, or the categories."""
+        return CATEGORIES if self.by_category else self.group_names
 
 
 def load_mixture(data: str, task: str | None = None, task_shares: Sequence[str] = ()) -> Mixture:

@@ -12,7 +12,7 @@ from data.index_part import Kind
 from data.interleave import Interleaver
 from data.mixture import Mixture
 from data.order import DEFAULT_SHUFFLE_SHARDS, GlobalOrder, SampleRef
-from data.tasks import RECONSTRUCTION, own_task
+from data.tasks import EDIT, RECONSTRUCTION, own_task
 from utils.console import ONCE
 
 log = logging.getLogger("train")
@@ -47,6 +47,7 @@ class MixtureOrder:
                 raise ValueError(
                     f"the mixture's group {group.name!r} has no sample; there are (category, languages, is an edit) "
                     f"{[tuple(kind) for kind in index.summary.kinds[:20]]}"
+                    + ("; --data emoji-edits has edits, tools.prepare makes own ones" if group.task == EDIT else "")
                 )
             if group.task == RECONSTRUCTION and index.summary.encoded_by:
                 raise ValueError("reconstruction needs pictures, and the shards hold encoded ones; give the raw shards")

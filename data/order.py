@@ -11,13 +11,16 @@ from data.permutation import permutation_keys, permute
 DEFAULT_SHUFFLE_SHARDS = 16
 
 
+OF_ITS_CATEGORY = -2  # a group: that of the sample's category
+
+
 @dataclass(frozen=True)
 class SampleRef:
     """One visit of one sample."""
 
     epoch: int
     index: int
-    group: int = 0  # of the mixture
+    group: int = 0  # of the mixture; OF_ITS_CATEGORY where categories take the groups' place
     languages: tuple[str, ...] | None = None  # of which its caption is taken; None = any
     reconstructs: bool = False  # shows the picture, to be drawn again as it is
 

@@ -17,7 +17,7 @@ from data.mixture_order import MixtureOrder
 from data.order import GlobalOrder, SampleRef
 from data.pack import deal
 from data.reference_size import Size, area_size, clipped_area_size
-from data.tasks import keeping_instruction
+from data.tasks import RECONSTRUCTION, keeping_instruction
 from utils.random_streams import uniform
 
 DEFAULT_MAX_PIXELS = 1328 * 1328
@@ -41,7 +41,7 @@ class PlannedSample:
     num_image_tokens: int  # with those of an edit's references
     num_text_tokens: int  # of the caption, or of the empty prompt if it is dropped; of an edit always as if it were not
     weight: float = 1.0  # 0 for a filler
-    group: int = 0  # of the mixture; -1 = of none
+    group: int = 0  # of the mixture; -1 = of none; `data.order.OF_ITS_CATEGORY`
     reference_sizes: tuple[Size, ...] | None = None  # of an edit, in pixels as the VAE sees them; None = text-to-image
     reconstructs: bool = False  # the one reference is the picture itself, the instruction to keep it
 
@@ -67,18 +67,23 @@ def spread_micro_batches(
     max_tokens: int,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     reference_pixels: int = DEFAULT_REFERENCE_PIXELS,
-    *,
-    group_of: Callable[[SampleRecord, str], int | None] = lambda record, language: None,
+    group_of: Callable[[SampleRecord, str, str | None], int | None] = lambda record, language, task: None,
+    reconstructing: Callable[[PlannedSample], PlannedSample] | None = None,
 ) -> list[list[PlannedSample]]:
     """Return a rank's part of `num_samples` samples spread over the index, each in every language it has.
 
-    group_of: the group of a sample in a language, or None.
+    group_of: the group of a sample in a language, or None, visited for what it is, or for the named task.
+    reconstructing: of a run that reconstructs pictures: makes a visit such a one; each picture is then seen both ways.
     """
     tasks = []
     for i in index.spread(num_samples):
         for planned in every_language(index, i, max_pixels, reference_pixels):
-            group = group_of(index[i], planned.language)
-            tasks.append(replace(planned, group=-1 if group is None else group))
+            visits = [(planned, None)]
+            if reconstructing is not None and not index[i].encoded_sizes:
+                visits.append((reconstructing(planned), RECONSTRUCTION))
+            for visit, task in visits:
+                group = group_of(index[i], planned.language, task)
+                tasks.append(replace(visit, group=-1 if group is None else group))
     dealt = deal([task.num_tokens for task in tasks], num_ranks, max_tokens)[rank]
     # A rank without work still takes part in every gather, at weight 0.
     return [[tasks[i] for i in micro] or [replace(tasks[0], weight=0.0)] for micro in dealt]
@@ -242,6 +247,11 @@ class BatchPlan:
         # The filler is a sample too.
         sizes = ((images, texts, min(most, num_samples) + 1) for images, texts, most in suited)
         return *sizes, (self.max_tokens - num_txt, num_txt, num_samples + 1)
+
+    @property
+    def reconstructing(self) -> Callable[[PlannedSample], PlannedSample] | None:
+        """What makes a visit a reconstruction, where the order has such visits, else None."""
+        return self._reconstructing if self.order.reconstructs else None
 
     def _reconstructing(self, planned: PlannedSample) -> PlannedSample:
         """Return a visit whose reference is the picture as it is trained."""

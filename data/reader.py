@@ -28,7 +28,7 @@ from data.replacement import replacements
 from data.shard_bytes import LostShardError, ShardBytes
 from data.shard_cache import ShardCache
 from data.tasks import keeping_instruction
-from data.word_filter import RefusedInstructionError
+from data.word_filter import RefusedInstructionError, WordFilter
 from utils.byte_source import Patience
 from utils.counts import count
 
@@ -85,7 +85,8 @@ class Reader:
     size puts the same one in its place.
     max_bad_samples: how many this reader replaces before it gives up.
     reference_pixels, condition_pixels: the areas at which VAE and text encoder see the references of edits.
-    check_caption: raises ValueError for a caption that is not to be trained on.
+    refused_words: a file of words; a sample whose caption has one is bad.  check_caption: instead, raises ValueError
+    for a caption that is not to be trained on.
     cache, patience: for shards on a web server or in an S3 store.
     """
 
@@ -98,13 +99,14 @@ class Reader:
         patience: Patience | None = None,
         reference_pixels: int = DEFAULT_REFERENCE_PIXELS,
         condition_pixels: int = DEFAULT_CONDITION_PIXELS,
-        check_caption: Callable[[str], None] = lambda text: None,
+        refused_words: str = "",
+        check_caption: Callable[[str], None] | None = None,
     ):
         self.index, self.max_pixels, self.max_bad_samples = index, max_pixels, max_bad_samples
         self.reference_pixels, self.condition_pixels = reference_pixels, condition_pixels
-        self._check_caption = check_caption
+        self._check_caption = check_caption or WordFilter.of_run(refused_words).check
         self.bad_samples: dict[str, str] = {}
-        self._num_refused = 0  # of them for the words of their instruction
+        self.num_refused = 0  # of them for the words of their instruction
         self.shards = ShardBytes(index.shards, index.versions, cache, patience)
         self._captions: OrderedDict[int, tuple[_Meta, int]] = OrderedDict()  # i → what was parsed, its bytes
         self._caption_bytes = 0
@@ -146,9 +148,8 @@ class Reader:
                     return Sample(candidate, key, caption, pixels, self, references=(itself,))
                 references, mask = self._decode_edit(candidate, members.others)
             except (ValueError, LookupError, OSError) as error:
-                self.note_bad(key, str(error))
+                self.note_bad(key, str(error), isinstance(error, RefusedInstructionError))
                 reason = str(error)
-                self._num_refused += isinstance(error, RefusedInstructionError)
                 num_lost += isinstance(error, LostShardError)
                 if num_lost > _MAX_LOST_SHARDS:
                     raise BadDataError(f"{num_lost} shards in a row cannot be reached; the last: {error}") from error
@@ -159,10 +160,8 @@ class Reader:
         key = self.index.key(planned.index)
         reason = self.bad_samples.get(key) or reason
         remedy = "repair the shards"
-        if self._num_refused:
-            remedy = (
-                f"{self._num_refused} samples hold --refused_words; shorten that list or leave them out of the data"
-            )
+        if self.num_refused:
+            remedy = f"{self.num_refused} samples hold --refused_words; shorten that list or leave them out of the data"
         raise BadDataError(
             f"sample {key} is bad ({reason}), and no other of at most {planned.num_tokens} tokens can take its "
             f"place: {remedy}"
@@ -175,12 +174,16 @@ class Reader:
             return _Members()
         return self._fetch(planned, self._wants_picture(planned, needs_pixels))
 
-    def note_bad(self, key: str, reason: str) -> None:
-        """Count a sample as bad and never read it again.  Raises: BadDataError over max_bad_samples."""
+    def note_bad(self, key: str, reason: str, is_refused: bool = False) -> None:
+        """Count a sample as bad and never read it again.  Raises: BadDataError over max_bad_samples.
+
+        is_refused: for the words of its instruction.
+        """
         with self._lock:
             if key in self.bad_samples:
                 return
             self.bad_samples[key] = reason
+            self.num_refused += is_refused
             num_bad = len(self.bad_samples)
         count("data_errors", "bad_sample")
         log.warning("bad sample %s: %s; another takes its place", key, reason)

@@ -7,7 +7,6 @@ from data.edit import parse_shares
 from data.index import Index
 from data.mixture import Mixture
 from data.mixture_order import MixtureOrder
-from data.tasks import EDIT
 
 
 def build_order(
@@ -28,7 +27,7 @@ def build_order(
     texts like "remove=2".
     Raises: ValueError for shares where no categories are balanced, and for what the orders refuse.
     """
-    if task == EDIT and not mixture.group_names:
+    if mixture.by_category:
         return CategoryBalancedSampler(index, parse_shares(shares), 1, 0, seed, global_batch_size, edits_only=True)
     if shares:
         raise ValueError("--shares is for --task edit with --data that is no mixture file; there a group can name one")

@@ -111,6 +111,11 @@ class WordFilter:
                 raise ValueError(f"the list of refused words {path}, line {number}: {_nothing(word)}; remove the line")
         return cls(found.values())
 
+    @classmethod
+    def of_run(cls, path: str) -> "WordFilter":
+        """Return what a run's --refused_words names; nothing refuses nothing."""
+        return cls.from_file(path) if path else cls(())
+
     def check(self, text: str) -> None:
         """Raise RefusedInstructionError if the text has a word of the list, and count it."""
         if masked := self.matches(text):

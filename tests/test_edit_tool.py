@@ -56,7 +56,7 @@ def planner():
 def make_edit_run(path, folder, tensors):
     """Make a run folder that knows its areas, as train_edit_ddp.py writes it."""
     run = make_run(path, folder, tensors)
-    (run / "config.json").write_text(json.dumps({"model": str(folder), **AREAS}))
+    (run / "config.json").write_text(json.dumps({"model": str(folder), "train": "planner,renderer", **AREAS}))
     return run
 
 
@@ -137,7 +137,7 @@ def test_adapters_are_put_into_the_folder_s_weights(folder, editor, tmp_path, al
     record = {"dtype": "float32", "fingerprint": fingerprint((n, t.float()) for n, t in weights.items())}
     run = make_run(tmp_path / "adapters", folder, factors, {"base": record})
     settings = {"lora_rank": 4, "lora_alpha": alpha, "lora_targets": [layer]}
-    (run / "config.json").write_text(json.dumps({"model": str(folder), **settings, **AREAS}))
+    (run / "config.json").write_text(json.dumps({"model": str(folder), "train": "renderer", **settings, **AREAS}))
     merged = QwenImageEditor(run, **SETTINGS).network
     x = torch.randn(5, 512)
     base, changed = (n.get_submodule(layer)(x) for n in (editor.network, merged))

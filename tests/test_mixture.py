@@ -131,11 +131,11 @@ def test_groups_get_their_own_samples_each_once_a_pass(data):
         }
         for ref in refs:
             record = index[ref.index]
-            assert all(mixture.group_of_record(record, name, sources) == ref.group for name in ref.languages)
+            assert all(mixture.group_of_record(record, name, None, sources) == ref.group for name in ref.languages)
             seen.setdefault((ref.group, ref.epoch), []).append(ref.index)
     eligible = {
         group: {i for i in range(len(index)) for name in index[i].caption_tokens
-                if mixture.group_of_record(index[i], name, sources) == group}
+                if mixture.group_of_record(index[i], name, None, sources) == group}
         for group in range(4)
     }  # fmt: skip
     for group in range(4):

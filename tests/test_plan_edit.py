@@ -57,6 +57,8 @@ def test_zero_shares_out_what_two_ranks_share_out():
     case = replace(TINY, num_ranks=2, zero=True, train="planner")
     assert [plan_edit(case, rank).num_bytes["optimizer"] for rank in range(2)] == shares
     assert sum(shares) == plan_edit(replace(case, num_ranks=1, zero=False)).num_bytes["optimizer"]
+    on_gpus = plan_edit(replace(case, num_ranks=8, dtype=torch.bfloat16, cuda=True)).num_bytes
+    assert sum(shares) / 8 <= on_gpus["optimizer"] < sum(shares) / 3  # the largest matrix is one rank's
 
 
 def test_bytes_equal_closed_forms():

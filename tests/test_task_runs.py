@@ -8,10 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+from data.edit import CATEGORIES
 from parallel import checkpoint
 from tests.edit_shards import write_edit_shard
 from tests.script_runs import run_script
 from tests.shards import simple_samples, write_shard
+from tools import evaluate, evaluate_edit, sample
+from tools.edit import QwenImageEditor
 
 FAST = [
     "--global_batch_size", "10", "--lr_schedule", "constant", "--warmup_steps", "1", "--eval_every", "0",
@@ -137,6 +140,51 @@ def test_a_mixed_run_is_the_same_on_one_rank_and_keeps_its_shares(folder, mixed,
         for task, share in (("t2i", 5), ("edit", 3), ("reconstruction", 2)):
             assert mine[f"samples_{task}"] == share * (mine["step"] + 1)
             assert mine[f"loss_{task}"] == pytest.approx(theirs[f"loss_{task}"], rel=1e-5)
-    assert {"val_loss_t2i", "val_loss_edit"} <= {name for line in lines(run) for name in line}
+    assert {"val_loss_t2i", "val_loss_edit", "val_loss_reconstruction"} <= {
+        name for line in lines(run) for name in line
+    }
     for name in ("samples", "edits"):
         assert (run / name / "step-00000004.png").exists(), name
+
+
+def test_edits_are_told_apart_by_category(alone):
+    """As the DDP script does; the categories' losses, by their samples, add up to the whole."""
+    for line in lines(alone):
+        by_category = {name: loss for name, loss in line.items() if name[:5] == "loss_" and name[5:] in CATEGORIES}
+        assert len(by_category) > 3 and min(by_category.values()) <= line["loss"] <= max(by_category.values())
+
+
+def test_refused_words_hold_for_both_tasks(folder, tmp_path):
+    """Every rank counts its own; what is refused is named by its first letter, and nothing trains on it."""
+    words = tmp_path / "words.txt"
+    words.write_text("remove\n")
+    for task, flags in (("edit", []), ("mixed", mixed_flags(folder))):
+        run = train(folder, tmp_path / task, "--task", task, *flags, "--refused_words", str(words), ranks=2)
+        assert lines(run)[-1]["refused"] > 0 and lines(run)[-1]["bad_samples"] == lines(run)[-1]["refused"], task
+        logged = (run / "train.log").read_text()
+        assert "of the refused words (" in logged and "r***" in logged and "refused words (remove" not in logged
+
+
+def test_data_of_another_task_is_named_with_a_hint(folder, tmp_path):
+    flags = ["--run_folder", str(tmp_path / "run"), "--cache_folder", str(folder / "cache"), *FAST]
+    for task in ("edit", "mixed"):
+        code, printed = run_script(
+            "train_mmdit.py", [*flags, "--data", str(folder / "plain-train.tar"), "--task", task]
+        )
+        assert code == 2 and "--data emoji-edits" in printed and "Traceback" not in printed, printed
+
+
+def test_tools_say_which_task_a_run_is_of(alone, tmp_path):
+    with pytest.raises(ValueError, match=r"was trained for --task edit, and this is for t2i or mixed; use tools.edit"):
+        sample.main(sample.Config(run=str(alone), prompt=("cat",), output=str(tmp_path)))
+    with pytest.raises(ValueError, match="was trained for --task edit"):
+        evaluate.main(evaluate.Config(run=str(alone)))
+    shutil.copytree(alone, tmp_path / "t2i")
+    config = json.loads((alone / "config.json").read_text())
+    (tmp_path / "t2i/config.json").write_text(json.dumps(config | {"task": "t2i"}))
+    for tool in (
+        lambda: QwenImageEditor(tmp_path / "t2i"),
+        lambda: evaluate_edit.main(evaluate_edit.Config(run=str(tmp_path / "t2i"))),
+    ):
+        with pytest.raises(ValueError, match="was trained for --task t2i, and this is for edit or mixed"):
+            tool()

@@ -180,7 +180,8 @@ def test_samples_that_are_no_edits_are_counted_or_refused(data, tmp_path, caplog
     counts = Counter(index[ref.index].group for step in range(7) for ref in sampler.batch(step))
     assert sampler.counts(7) == counts
     plain = build_index([str(folder / "plain.tar")], text.count_tokens, "t", tmp_path, condition_pixels=9216)
-    with pytest.raises(ValueError, match='9 of 9 samples are no edits: their .json has no "references"; give shards'):
+    told = '9 of 9 samples are no edits: their .json has no "references"; give --data emoji-edits'
+    with pytest.raises(ValueError, match=told):
         CategoryBalancedSampler(plain, None, 1, 0, 0, BATCH, edits_only=True)
     with pytest.raises(ValueError, match="the mixture's group 'edit' has no sample"):
         MixtureOrder(plain, mixture.for_task("mixed", SHARES), [""], BATCH, 0)

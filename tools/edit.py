@@ -24,6 +24,7 @@ from data.edit import MIN_AREA
 from data.edit_plan import EditPlan, parse_plan
 from data.images import MULTIPLE, decode_image
 from data.reference_size import area_size
+from data.tasks import EDIT, MIXED, check_task
 from data.word_filter import WordFilter
 from model.edit_planner import generate_plan
 from model.sampling import SamplerSettings
@@ -110,6 +111,7 @@ class QwenImageEditor:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         loaded = load_edit_model(Path(model), step, weights, device, dtype)
+        check_task(loaded.trained, model, (EDIT, MIXED), "tools.sample")
         self.network, self.encoders, self.source = loaded.network, loaded.encoders, loaded.source
         self.settings: SamplerSettings = sampler_settings(loaded.folder, num_steps, cfg_scale)
         self.negative_prompt, self.max_tokens_per_pack = negative_prompt, max_tokens_per_pack

@@ -22,6 +22,7 @@ from data.index import build_index
 from data.mixture import load_mixture
 from data.plan import every_language
 from data.reader import Reader, Sample
+from data.tasks import EDIT, MIXED, check_task
 from model.edit_planner import Planner, PlannerInput
 from tools.draw_edits import draw_edits
 from tools.edit_errors import edit_errors, mean_errors
@@ -50,6 +51,7 @@ class Config:
 def main(cfg: Config) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_edit_model(Path(cfg.run), cfg.step, cfg.weights, device, torch.float32)
+    check_task(model.trained, cfg.run, (EDIT, MIXED), "tools.evaluate")
     samples = _held_out(model, cfg)
     if not samples:
         raise ValueError("no held-out edit has a mask, so nothing is known to be inside or outside of it")

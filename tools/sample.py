@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.captions import language_of, language_row
+from data.tasks import MIXED, T2I, check_task
 from model.encoders import Encoders
 from model.latents import PATCH
 from model.mmdit import MMDiT, MMDiTConfig
@@ -122,6 +123,7 @@ def load_model(run: str, model: str, step: int, weights: str, device: torch.devi
     Raises: ValueError if neither or both are given, or nothing valid is there.
     """
     folder, trained = find_model(run, model)
+    check_task(trained, run, (T2I, MIXED), "tools.edit or tools.evaluate_edit")
     overrides = {"num_languages": trained.get("num_languages", 0)} if run else {}
     mmdit_config = MMDiTConfig.from_folder(folder / "transformer", **overrides)
     with torch.device("meta"):
