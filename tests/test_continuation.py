@@ -1,37 +1,71 @@
 """A run that meets faults ends in the undisturbed run's weights, to the bit, however often it has to start again."""
 
 import json
+import os
 import random
 
 import pytest
 import torch
 
 from parallel import checkpoint
+from parallel.checked_writer import read_file
+from parallel.checkpoint_retention import step_name
+from parallel.checkpoint_storage import open_storage
 from tests.faults.injected import injected
-from tests.range_server import range_server
+from tests.s3_server import KEYS, put, s3_server
 from tests.script_runs import run_script
 from tests.shards import simple_samples, write_shard
+from tools.faulty_store import faulty_store
+from utils import byte_source
 from utils.exit_codes import HANG, UNSAVED
+from utils.fault_injection import STORE_VARIABLE
 
 HANG_S = 20
-PHASES = {"kill": "backward", "usr1": "forward", "int": "optimizer", "full": "checkpoint", "hang": "forward"}
+SAVE_EVERY = 5
+# Of each kind: the phases it may strike in.
+PHASES = {
+    "kill": ("data_wait", "forward", "backward", "optimizer", "checkpoint"),
+    "term": ("forward", "backward", "optimizer"),
+    "full": ("checkpoint",),
+    "s3error": ("checkpoint", "data_wait"),
+    "hang": ("forward", "backward"),
+    "exit": ("optimizer", "checkpoint"),
+    "s3cut": ("checkpoint", "data_wait"),
+    "slow": ("data_wait", "checkpoint"),
+    "badsample": ("forward",),
+}
+ASKED = ("kill", "term", "full", "s3error", "hang")  # in every run, and the rest in any
+VALUES = {"full": 2.0, "slow": 1.5}  # seconds: a save in the background outlasts its phase
 
 
 @pytest.fixture
-def served(tmp_path):
-    """A shard behind a store that fails to order."""
+def store(monkeypatch, tmp_path):
+    """An S3 store that fails to order, with a bucket and a shard in it."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
     shard = write_shard(tmp_path / "a.tar", simple_samples(24, "a"))
-    with range_server({"/a.tar": shard.read_bytes()}) as server:
-        yield server
+    with s3_server(1800.0) as moto, faulty_store(moto) as proxy:
+        put(moto, "/bucket")
+        put(moto, "/bucket/a.tar", shard.read_bytes())
+        for name, value in (KEYS | {"AWS_ENDPOINT_URL": proxy.url, STORE_VARIABLE: proxy.url}).items():
+            monkeypatch.setenv(name, value)
+        byte_source._store.cache_clear()
+        yield proxy
+    byte_source._store.cache_clear()
 
 
-def train(folder, run, server, num_steps, save_every):
+def checkpoints(folder, run, where):
+    return f"s3://bucket/{run}" if where == "s3" else str(folder / run / "checkpoints")
+
+
+def train(folder, run, num_steps, where, mode, save_every):
     """Run the script again and again until it is complete; return the exit codes and what was printed."""
     arguments = [
-        "--run_folder", str(folder / run), "--cache_folder", str(folder / "cache"), "--data", f"{server.url}/a.tar",
-        "--validation_data", f"{server.url}/a.tar", "--num_steps", str(num_steps), "--save_every", str(save_every),
+        "--run_folder", str(folder / run), "--cache_folder", str(folder / "cache"), "--data", "s3://bucket/a.tar",
+        "--validation_data", "s3://bucket/a.tar", "--num_steps", str(num_steps), "--save_every", str(save_every),
         "--global_batch_size", "4", "--lr_schedule", "constant", "--eval_every", "0", "--sample_every", "0",
         "--max_tokens_per_micro_batch", "60", "--log_every", "1", "--log_samples", "--hang_s", str(HANG_S),
+        "--checkpoint_folder", checkpoints(folder, run, where), "--checkpoint_async", mode,
     ]  # fmt: skip
     codes, printed = [], ""
     while len(codes) < 25 and f"done: {num_steps} steps" not in printed:
@@ -41,12 +75,20 @@ def train(folder, run, server, num_steps, save_every):
     return codes, printed
 
 
-def last_state(folder, run, step):
-    return checkpoint.load_tensors(folder / run / "checkpoints", step, "")
+def last_tensors(folder, run, step, where):
+    """Return the tensors of a checkpoint; one in the store is fetched first, for it is read in small pieces."""
+    storage = open_storage(checkpoints(folder, run, where))
+    if where == "s3":
+        fetched = folder / "fetched" / run / step_name(step)
+        fetched.mkdir(parents=True)
+        for file in storage.sizes(step_name(step)):
+            (fetched / file).write_bytes(read_file(storage, step_name(step), file))
+        storage = open_storage(fetched.parent)
+    return checkpoint.load_tensors(storage.folder, step, "")
 
 
-def check_the_same(folder, num_steps):
-    expected, actual = (last_state(folder, run, num_steps) for run in ("undisturbed", "disturbed"))
+def check_the_same(folder, num_steps, where):
+    expected, actual = (last_tensors(folder, run, num_steps, where) for run in ("undisturbed", "disturbed"))
     assert expected.keys() == actual.keys() and any(name.startswith("optimizer.") for name in expected)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     for name in ("metrics.jsonl", "samples_seen.jsonl"):
@@ -57,33 +99,54 @@ def check_the_same(folder, num_steps):
         assert kept[0] == kept[1] and [line["step"] for line in kept[0]] == list(range(num_steps))
 
 
-def test_four_faults_and_a_store_that_fails(tmp_path, monkeypatch, served):
-    train(tmp_path, "undisturbed", served, 9, 3)
-    faults = injected(
-        monkeypatch, tmp_path,
-        "full@rank=1,step=3,phase=checkpoint; kill@rank=1,step=4,phase=backward; usr1@rank=0,step=7,phase=forward; "
-        "full@rank=0,step=8,phase=checkpoint",  # the save before that stop
-    )  # fmt: skip
-    served.faults = [503, "none", "cut", "stall", 503]
-    codes, printed = train(tmp_path, "disturbed", served, 9, 3)
-    assert codes == [137, UNSAVED, 0] and len(faults.names()) == 4 and not served.faults, printed
-    assert "save 1 in a row failed" in printed and "stopping after this step: SIGUSR1" in printed
-    check_the_same(tmp_path, 9)
+def drawn(seed, num_steps=60, count=12):
+    """Return `count` faults, at steps of their own, of every kind that is asked for and of some others."""
+    draw = random.Random(seed)
+    kinds = [*ASKED, *draw.choices(list(PHASES), k=count - len(ASKED))]
+    places, taken = [], set()
+    for kind in kinds:
+        phase = draw.choice(PHASES[kind])
+        if phase == "checkpoint":
+            steps = range(SAVE_EVERY, num_steps, SAVE_EVERY)
+        else:  # a bad step before a save would put it off
+            steps = [s for s in range(1, num_steps) if kind != "badsample" or (s + 1) % SAVE_EVERY]
+        step = draw.choice([s for s in steps if s not in taken])
+        taken.add(step)
+        value = f"={VALUES[kind]:g}" if kind in VALUES else ""
+        places.append(f"{kind}{value}@rank={draw.randrange(2)},step={step},phase={phase}")
+    return places
+
+
+def check_continuation(folder, monkeypatch, places, num_steps, where, mode, save_every=SAVE_EVERY):
+    """Compare a run with these faults with one that meets bad samples only, which belong to the data."""
+    injected(monkeypatch, folder / "samples", "; ".join(p for p in places if p.startswith("badsample")))
+    train(folder, "undisturbed", num_steps, where, "none", save_every)
+    faults = injected(monkeypatch, folder, "; ".join(places))
+    codes, printed = train(folder, "disturbed", num_steps, where, mode, save_every)
+    print(f"{'; '.join(places)}: exit codes {codes}")
+    assert faults.names() == set(places) and codes[-1] == 0, printed
+    check_the_same(folder, num_steps, where)
+    return codes, printed
+
+
+def test_five_faults_with_checkpoints_in_a_store_that_fails(tmp_path, monkeypatch, store):
+    places = [
+        "s3error@rank=1,step=3,phase=checkpoint", "kill@rank=1,step=4,phase=backward",
+        "badsample@rank=0,step=6,phase=forward", "term@rank=0,step=7,phase=forward",
+        "s3denied@rank=0,step=8,phase=checkpoint",  # the save before that stop
+    ]  # fmt: skip
+    codes, printed = check_continuation(tmp_path, monkeypatch, places, 9, "s3", "none", save_every=3)
+    assert codes == [137, UNSAVED, 0] and store.struck[:3] == ["503"] * 3 and "403" in store.struck, printed
+    assert "stopping after this step: SIGTERM" in printed
+
+
+RUNS = [(0, "local", "none"), (1, "s3", "none"), (2, "local", "none"), (3, "s3", "none"), (4, "local", "none")]
+RUNS += [(5, "local", "thread"), (6, "s3", "thread"), (7, "local", "process"), (8, "s3", "process")]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", [0, 1])
-def test_sixty_steps_with_twelve_random_faults(tmp_path, monkeypatch, served, seed):
-    train(tmp_path, "undisturbed", served, 60, 5)
-    draw = random.Random(seed)
-    kinds = [*draw.choices(list(PHASES), k=10), "kill", "hang"]
-    places = []
-    for kind, step in zip(kinds, draw.sample(range(1, 60), len(kinds)), strict=True):
-        step = max(5, step // 5 * 5) if kind == "full" else step
-        places.append(f"{kind}@rank={draw.randrange(2)},step={step},phase={PHASES[kind]}")
-    faults = injected(monkeypatch, tmp_path, "; ".join(places))
-    served.faults = draw.choices([503, "cut", "stall", "none", "none"], k=40)
-    codes, printed = train(tmp_path, "disturbed", served, 60, 5)
-    print(f"{'; '.join(places)}: exit codes {codes}")
-    assert faults.names() == set(places) and codes[-1] == 0 and HANG in codes, printed
-    check_the_same(tmp_path, 60)
+@pytest.mark.parametrize("seed, where, mode", RUNS)
+def test_sixty_steps_with_twelve_random_faults(tmp_path, monkeypatch, store, seed, where, mode):
+    codes, printed = check_continuation(tmp_path, monkeypatch, drawn(seed), 60, where, mode)
+    assert HANG in codes and 137 in codes and "503" in store.struck, printed
+    assert "stopping after this step: SIGTERM" in printed

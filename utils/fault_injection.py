@@ -1,36 +1,38 @@
 """Faults on purpose: what a long run meets in months, in one rank, at one phase of one step.  For tests and rehearsals.
 
-`python -m tools.chaos` sets the two variables; without INJECT_FAULTS nothing here does anything.
+`python -m tools.chaos` sets the variables; without INJECT_FAULTS nothing here does anything.
 
     INJECT_FAULTS='kill@rank=1,step=5,phase=backward; slow=2.5@rank=0,step=7,phase=data_wait'
     INJECT_FAULTS_FOLDER=/tmp/x      where it is noted what has happened and when (time.monotonic()): each fault happens
                                      once, also over restarts; without it, once a start
+    INJECT_FAULTS_DISK=/tmp/disk     a file system for faults of the disk (utils/fault_disk.py)
+    INJECT_FAULTS_STORE=http://…     a proxy of an S3 store (tools/faulty_store.py) that is told of faults of the store
 
 Phases are those of the script's `PhaseTimer`.  A fault strikes when its phase is entered.  Faults of the disk last
-until it is left, and hit what Python code of this process writes: `open`, `os.open`, `os.write`, not a library in C.
+until it is left, or longer if they have a value: a save in the background is no phase.
 """
 
-import builtins
 import contextlib
-import errno
-import io
+import json
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-VARIABLE, FOLDER_VARIABLE = "INJECT_FAULTS", "INJECT_FAULTS_FOLDER"
+from utils.fault_disk import DISK_VARIABLE, FaultyDisk
+
+VARIABLE, FOLDER_VARIABLE, STORE_VARIABLE = "INJECT_FAULTS", "INJECT_FAULTS_FOLDER", "INJECT_FAULTS_STORE"
 KINDS = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP: the process stands still, as in a debugger or on a failing machine",
-    "term": "SIGTERM to the launcher, as from a scheduler",
+    "term": "SIGTERM to the launcher, as from a scheduler; without one to this process",
     "int": "SIGINT to this process",
     "usr1": "SIGUSR1 to this process, as Slurm's warning",
     "exit": "the process ends with exit code =N (3)",
@@ -39,13 +41,20 @@ KINDS = {
     "hang": "the training thread sleeps for ever",
     "slow": "the training thread sleeps =SECONDS (1)",
     "nan": "the next module's output is NaN",
+    "badsample": "likewise, whenever the step is made: as with a sample that always gives NaN",
     "spike": "the next module's output is =FACTOR (1000) times what it was",
-    "full": "every write fails: no space is left",
-    "inodes": "no file can be made: no space is left for one",
-    "readonly": "the file system is read-only",
+    "full": "every write fails: no space is left, for =SECONDS or the phase",
+    "inodes": "no file can be made: no inode is left for one, for =SECONDS or the phase",
+    "readonly": "the file system is read-only, for =SECONDS or the phase",
     "slowdisk": "every write takes =SECONDS (0.5) longer",
+    "s3error": "S3 answers the next =N requests (3) with 503, slow down",
+    "s3stall": "S3 does not answer the next =N requests (1)",
+    "s3cut": "S3 breaks off in the middle of the next =N bodies (3), sent or received",
+    "s3denied": "S3 refuses the next =N requests (1000) of this phase with 403, as for expired keys",
     "clock": "time.time() jumps by =SECONDS (-3600), for good",
 }
+_REPEATED = ("badsample",)  # also in later starts
+_STORE = {"s3error": ("503", 3), "s3stall": ("stall", 1), "s3cut": ("cut", 3), "s3denied": ("403", 1000)}
 
 
 _FAULT = re.compile(r"(\w+)(?:=(-?[\d.]+))?@rank=(\d+),step=(-?\d+),phase=(\w+)")
@@ -95,8 +104,14 @@ class FaultInjector:
     """The faults of one rank."""
 
     def __init__(self, faults: list[Fault], rank: int, folder: Path):
+        """Raises: ValueError for a fault of a store without one that can be told of it."""
         self._faults, self._folder = [fault for fault in faults if fault.rank == rank], folder
-        self._restore: list[Callable[[], None]] = []
+        self._disk = FaultyDisk(Path(os.environ[DISK_VARIABLE]) if os.environ.get(DISK_VARIABLE) else None)
+        self._store = os.environ.get(STORE_VARIABLE, "")
+        self._denies = False
+        for fault in faults:
+            if fault.kind in _STORE and not self._store:
+                raise ValueError(f"{fault.name} needs a store that fails to order: {STORE_VARIABLE}, see tools.chaos")
         folder.mkdir(parents=True, exist_ok=True)
 
     def strike(self, step: int, phase: str) -> None:
@@ -106,20 +121,23 @@ class FaultInjector:
             self._happen(fault)
 
     def _note(self, fault: Fault) -> bool:
-        """Note when a fault happens; return whether it is the first time, also over restarts."""
+        """Note when a fault happens; return whether it is to happen: the first time, also over restarts, or always."""
         self._faults.remove(fault)
         try:
             with (self._folder / fault.name).open("x") as file:
                 file.write(f"{time.monotonic()}\n")
         except FileExistsError:
-            return False
+            if fault.kind not in _REPEATED:
+                return False
         print(f"injected fault: {fault.name}", file=sys.stderr, flush=True)
         return True
 
     def end_phase(self) -> None:
         """Let the faults that last for a phase end."""
-        while self._restore:
-            self._restore.pop()()
+        self._disk.heal_if_over()
+        if self._denies:
+            self._denies = False
+            self._order("none", 0)
 
     def _happen(self, fault: Fault) -> None:
         value = fault.value
@@ -127,7 +145,7 @@ class FaultInjector:
             case "kill" | "stop" | "int" | "usr1":
                 os.kill(os.getpid(), getattr(signal, f"SIG{fault.kind.upper()}"))
             case "term":
-                os.kill(os.getppid(), signal.SIGTERM)
+                os.kill(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(), signal.SIGTERM)
             case "exit":
                 os._exit(3 if value is None else int(value))
             case "error":
@@ -139,71 +157,31 @@ class FaultInjector:
                     time.sleep(3600)
             case "slow":
                 time.sleep(1.0 if value is None else value)
-            case "nan" | "spike":
-                _scale_next_output(float("nan") if fault.kind == "nan" else value or 1000.0)
+            case "nan" | "badsample":
+                _scale_next_output(float("nan"))
+            case "spike":
+                _scale_next_output(value or 1000.0)
             case "full":
-                self._patch_writes(_failing(errno.ENOSPC))
-            case "slowdisk":
-                self._patch_writes(_late(0.5 if value is None else value))
+                self._disk.full(value or 0.0)
             case "inodes":
-                self._patch_creation(errno.ENOSPC)
+                self._disk.without_inodes(value or 0.0)
             case "readonly":
-                self._patch_creation(errno.EROFS)
-                for name in ("rename", "replace", "unlink", "remove", "rmdir"):
-                    self._replace(os, name, _failing(errno.EROFS)(getattr(os, name)))
+                self._disk.read_only(value or 0.0)
+            case "slowdisk":
+                self._disk.slow(0.5 if value is None else value)
+            case "s3error" | "s3stall" | "s3cut" | "s3denied":
+                what, usual = _STORE[fault.kind]
+                self._denies = fault.kind == "s3denied"
+                self._order(what, usual if value is None else int(value))
             case "clock":
                 real, jump = time.time, -3600.0 if value is None else value
                 time.time = lambda: real() + jump
 
-    def _patch_writes(self, change: Callable[[Callable], Callable]) -> None:
-        """Change os.write, and open for writing in place of the writes of what it opens."""
-        self._replace(os, "write", change(os.write))
-        self._patch_open(change)
-
-    def _patch_creation(self, number: int) -> None:
-        fail, real = _failing(number), os.open
-
-        def opened(path, flags, *args, **kwargs):
-            return (fail(real) if flags & os.O_CREAT else real)(path, flags, *args, **kwargs)
-
-        self._replace(os, "open", opened)
-        self._replace(os, "mkdir", fail(os.mkdir))
-        self._patch_open(fail)
-
-    def _patch_open(self, change: Callable[[Callable], Callable]) -> None:
-        real = io.open
-
-        def opened(file, mode="r", *args, **kwargs):
-            return (change(real) if set(mode) & set("wax+") else real)(file, mode, *args, **kwargs)
-
-        self._replace(io, "open", opened)
-        self._replace(builtins, "open", opened)
-
-    def _replace(self, owner, name: str, new) -> None:
-        old = getattr(owner, name)
-        setattr(owner, name, new)
-        self._restore.append(lambda: setattr(owner, name, old))
-
-
-def _failing(number: int) -> Callable[[Callable], Callable]:
-    def change(real):
-        def fail(first, *args, **kwargs):
-            raise OSError(number, os.strerror(number), str(first) if isinstance(first, str | Path) else None)
-
-        return fail
-
-    return change
-
-
-def _late(seconds: float) -> Callable[[Callable], Callable]:
-    def change(real):
-        def late(*args, **kwargs):
-            time.sleep(seconds)
-            return real(*args, **kwargs)
-
-        return late
-
-    return change
+    def _order(self, what: str, count: int) -> None:
+        """Tell the store what happens to its next requests."""
+        content = json.dumps({"fault": what, "count": count}).encode()
+        with urllib.request.urlopen(f"{self._store}/_fault", data=content, timeout=20):
+            pass
 
 
 def _scale_next_output(factor: float) -> None:
