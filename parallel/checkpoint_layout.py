@@ -5,6 +5,7 @@ with the least to write.  Files are the bare bytes of tensors' parts, end to end
 """
 
 import json
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +27,14 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor that this rank writes: `start` to `stop` are its bytes' place among all that it writes."""
+    """A part of a tensor that this rank writes: `start` to `stop` are its bytes' place among all that it writes.
+
+    offsets, shape: which part of `item` it is.
+    """
 
     item: WriteItem
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
     start: int
     stop: int
 
@@ -40,8 +46,9 @@ class Layout:
     """
 
     def __init__(self, tensors: dict[str, Tensor], file_bytes: int):
-        """Plan; every rank takes part.  file_bytes: a file that has reached this size gets no further piece.
+        """Plan; every rank takes part.
 
+        file_bytes: a file that has reached this size gets no further piece, and no piece is larger.
         Raises: ValueError on every rank if the ranks' tensors do not fit together.
         """
         self.signature = signature(tensors)
@@ -60,12 +67,14 @@ class Layout:
         self.files: dict[str, list[Piece]] = {}
         end, file_start, file = 0, 0, None
         for item in items:
-            size = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-            if file is None or end - file_start >= file_bytes or (end > file_start and end - file_start + size > 2**32):
-                file, file_start = f"rank-{rank():05d}-{len(self.files):05d}.bin", end
-                self.files[file] = []
-            self.files[file].append(Piece(item, end, end + size))
-            end += size
+            itemsize = item.tensor_data.properties.dtype.itemsize
+            for offsets, shape in _cut(tuple(item.tensor_data.chunk.sizes), file_bytes // itemsize):
+                size, filled = math.prod(shape) * itemsize, end - file_start
+                if file is None or filled >= file_bytes or (filled and filled + size > 2**32):
+                    file, file_start = f"rank-{rank():05d}-{len(self.files):05d}.bin", end
+                    self.files[file] = []
+                self.files[file].append(Piece(item, offsets, shape, end, end + size))
+                end += size
         self.num_bytes = end
         of_all = gather_results(lambda: (end, len(self.files)))
         self.total_bytes, self.total_files = sum(size for size, _ in of_all), sum(count for _, count in of_all) + 2
@@ -73,19 +82,20 @@ class Layout:
     def local_tensors(self, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
         """Return file name → the parts of `tensors` that its pieces are."""
         self._planner.set_up_planner(dict(tensors), None, rank() == 0)
-        return {
-            file: [self._planner.resolve_data(piece.item).detach() for piece in pieces]
-            for file, pieces in self.files.items()
-        }
+        return {file: [self._resolve(piece) for piece in pieces] for file, pieces in self.files.items()}
+
+    def _resolve(self, piece: Piece) -> Tensor:
+        part = self._planner.resolve_data(piece.item).detach()
+        return part[tuple(map(slice, piece.offsets, map(int.__add__, piece.offsets, piece.shape)))]
 
     def parts(self, written: dict[str, dict]) -> list[tuple]:
         """Return (name, offsets, shape, file, first byte, number of bytes, crc32) of each piece of this rank."""
         found = []
         for file, pieces in self.files.items():
             for piece, crc in zip(pieces, written[file]["pieces"], strict=True):
-                chunk, at = piece.item.tensor_data.chunk, piece.start - pieces[0].start
-                place = (file, at, piece.stop - piece.start, crc)
-                found.append((piece.item.index.fqn, list(chunk.offsets), list(chunk.sizes), *place))
+                place = (file, piece.start - pieces[0].start, piece.stop - piece.start, crc)
+                offsets = list(map(int.__add__, piece.item.tensor_data.chunk.offsets, piece.offsets))
+                found.append((piece.item.index.fqn, offsets, list(piece.shape), *place))
         return found
 
     def index(self, parts: list[tuple]) -> bytes:
@@ -97,6 +107,20 @@ class Layout:
         for name, *part in sorted(parts):
             tensors[name]["parts"].append(part)
         return json.dumps({"tensors": tensors}).encode()
+
+
+def _cut(shape: tuple[int, ...], max_elements: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return (offsets, shape) of parts of a tensor that hold at most so many elements each, in the order of memory."""
+    if math.prod(shape) <= max_elements:
+        return [((0,) * len(shape), shape)]
+    dim = next(dim for dim, length in enumerate(shape) if length > 1)
+    step = max(1, max_elements // math.prod(shape[dim + 1 :]))
+    parts = []
+    for first in range(0, shape[dim], step):
+        part = (*shape[:dim], min(step, shape[dim] - first), *shape[dim + 1 :])
+        for offsets, cut in _cut(part, max_elements):
+            parts.append(((*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]), cut))
+    return parts
 
 
 def signature(tensors: dict[str, Tensor]) -> tuple:

@@ -9,6 +9,7 @@ multipart upload is ever begun, so none can be left behind.  S3 requests are tri
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,7 +51,7 @@ class LocalStorage:
             return {}
 
     def open(self, name: str, file: str) -> ByteSource:
-        """Open a file for reading by ranges."""
+        """Open a file for reading by ranges; name "" is for one beside the folders."""
         return open_source(self.path(name) / file)
 
     def beside(self, name: str, token: str) -> str:
@@ -74,6 +75,14 @@ class LocalStorage:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+    def replace(self, file: str, content: bytes) -> None:
+        """Write a small file beside the folders, as a whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        beside = f".{file}.{secrets.token_hex(4)}"
+        self.write("", beside, [content])
+        os.replace(self.folder / beside, self.folder / file)
+        sync_folder(self.folder)
 
     def publish(self, beside: str, name: str, record: bytes) -> None:
         """Complete a folder with its record and give it its name, durably; a damaged one of that name goes."""
@@ -113,13 +122,13 @@ class S3Storage:
     """Checkpoints below an s3:// prefix; configured as `utils.byte_source` says."""
 
     is_local = False  # a request is dear, whatever it fetches
-    file_bytes = 2**27  # one PUT, repeated as a whole after a failure
+    file_bytes = 2**27  # one PUT (of 5 GiB at most), repeated as a whole after a failure
 
     def __init__(self, folder: str, patience: Patience = DEFAULT_PATIENCE):
         self.folder, self.patience = folder.rstrip("/"), patience
 
     def path(self, name: str) -> str:
-        """Return where a folder lies."""
+        """Return where a folder lies, or a file beside the folders."""
         return f"{self.folder}/{name}"
 
     def names(self) -> list[str]:
@@ -134,8 +143,8 @@ class S3Storage:
         return {path.partition("/")[2]: size for path, size in self._below(name)}
 
     def open(self, name: str, file: str) -> ByteSource:
-        """Open an object for reading by ranges."""
-        return self._try(open_source, f"{self.path(name)}/{file}", self.patience)
+        """Open an object for reading by ranges; name "" is for one beside the folders."""
+        return self._try(open_source, self.path(f"{name}/{file}".lstrip("/")), self.patience)
 
     def beside(self, name: str, token: str) -> str:
         """Return the name under which a folder is written before it is published: its own."""
@@ -150,7 +159,11 @@ class S3Storage:
         import obstore
 
         content = b"".join(blocks)
-        self._request(obstore.put, f"{name}/{file}", content, use_multipart=False)
+        self._request(obstore.put, f"{name}/{file}".lstrip("/"), content, use_multipart=False)
+
+    def replace(self, file: str, content: bytes) -> None:
+        """Write a small object beside the folders."""
+        self.write("", file, [content])
 
     def publish(self, beside: str, name: str, record: bytes) -> None:
         """Write the record, which makes the objects that lie there count."""

@@ -63,6 +63,30 @@ def test_checkpoints_in_s3(s3, caplog):
     assert torch.equal(tensors["model.a"], tensors_of(24.0)["model.a"])
 
 
+def test_a_large_tensor_is_several_objects(s3, monkeypatch):
+    """A PUT takes 5 GiB at most, so no object depends on how large a tensor is; here with a limit of 100 bytes."""
+    monkeypatch.setattr(S3Storage, "file_bytes", 100)
+    tensors = {
+        "model.a": torch.arange(200.0).view(2, 100),  # a row is too much already
+        "model.b": torch.arange(60.0).view(20, 3),
+        "model.t": torch.arange(60.0).view(3, 20).T,  # not contiguous
+        "model.u": torch.arange(90, dtype=torch.bfloat16).view(1, 1, 90),
+        "model.empty": torch.zeros(0, 7),
+        "step": torch.tensor(4.0),
+    }
+    checkpoint.save("s3://bucket/run", 1, tensors, {})
+    saver = CheckpointSaver("s3://bucket/run", "thread")
+    saver.save(2, tensors, {})
+    saver.close()
+    for step in (1, 2):
+        sizes = open_storage("s3://bucket/run").sizes(f"step-0000000{step}")
+        data = [size for file, size in sizes.items() if file.endswith(".bin")]
+        assert max(data) <= 200 and sum(data) == 4 * (200 + 60 + 60 + 1) + 2 * 90
+        loaded = {name: torch.full_like(tensor, -1) for name, tensor in tensors.items()}
+        checkpoint.load("s3://bucket/run", step, loaded)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
 class _FaultyPuts(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
