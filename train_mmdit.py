@@ -282,7 +282,7 @@ def main(cfg: Config) -> None:
     keep = cfg.checkpoint_async, cfg.keep_checkpoints, cfg.keep_every, cfg.keep_best
     saver = CheckpointSaver(cfg.checkpoint_folder or folder / "checkpoints", *keep, asdict(cfg))
     write_run_folder(folder, cfg, __file__, MAY_CHANGE - ({"eval_every", "eval_samples"} if cfg.reweight else set()))
-    start_step, state = resume(saver, tensors, base, cfg.model, cfg.init_from)
+    start_step, state = resume(saver, tensors, base, cfg.model, cfg.init_from, folder)
     if state is not None:
         plan.load_state(state["data"])
     plan.skip(skipped_stretches(folder))

@@ -1,6 +1,7 @@
 """Where a run begins: at its newest checkpoint, at the weights of another run, or at its start."""
 
 import logging
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,14 +19,18 @@ log = logging.getLogger("train")
 
 
 def resume(
-    saver: CheckpointSaver, tensors: dict[str, Tensor], base: dict, model: str, init_from: str = ""
-) -> tuple[int, dict | None]:
+    saver: CheckpointSaver, tensors: dict[str, Tensor], base: dict, model: str, init_from: str = "",
+    run_folder: Path | None = None,
+) -> tuple[int, dict | None]:  # fmt: skip
     """Fill `tensors` and return the first step to do and the checkpoint's state, 0 and None without one.
 
     tensors: all of the run, see `utils.run_state`.  base: `base_record` of the network; model: where that is from.
     init_from: where the weights come from as long as the run has no checkpoint of its own, see `load_weights`.
-    Raises: ValueError, before a tensor changes, if what is there belongs to another model, optimizer or base.
+    run_folder: the run whose checkpoints these are to be, see `checkpoint_owner`; None asks and says nothing of it.
+    Raises: ValueError, before a tensor changes, if what is there belongs to another run, model, optimizer or base.
     """
+    if run_folder is not None:
+        saver.claim(run_folder)
     step, state = load_latest(saver.storage, tensors)
     if state is None and init_from:
         load_weights(init_from, tensors, base, model)

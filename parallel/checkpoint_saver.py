@@ -14,6 +14,7 @@ from torch import Tensor
 from parallel import checkpoint_retention as retention_rules
 from parallel.checked_writer import write_and_verify
 from parallel.checkpoint_layout import Layout, signature
+from parallel.checkpoint_owner import Owner, claim, stop_if_superseded
 from parallel.checkpoint_publish import describe, publish, write_tensors
 from parallel.checkpoint_retention import Retention, make_room, problem, step_name, steps, stored_losses
 from parallel.checkpoint_storage import open_storage
@@ -74,6 +75,7 @@ class CheckpointSaver:
         self.saving_since: float | None = None
         self._about, self._max_failures, self._timeout_s = about or {}, max_failures, timeout_s
         self._failures_in_row, self._last_error = 0, None
+        self._owner: Owner | None = None
         self._layout: Layout | None = None
         self._copy: StagedCopy | None = None
         self._writer: WriterProcess | None = None
@@ -102,6 +104,13 @@ class CheckpointSaver:
         """Return where the checkpoint of a step lies, or would."""
         return self.storage.path(step_name(step))
 
+    def claim(self, run_folder: Path | str) -> None:
+        """Make this saver the only one of its folder, and of its run; every rank takes part.
+
+        Raises: ValueError, on every rank, if the folder holds another run's checkpoints.
+        """
+        self._owner = claim(self.storage, run_folder)
+
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Plan the saves and allocate their memory before the first, which then takes no longer than the others.
 
@@ -124,9 +133,12 @@ class CheckpointSaver:
         `EMA` and loading see to.  state: JSON-able, the same on every rank; it is taken at the call.
         rank_state: JSON-able, of this rank alone; it is found under state["ranks"][str(rank)].
         A valid checkpoint of this step that is already there is kept as it is.
-        Raises: ValueError, on every rank, if the states differ, or if too many saves in a row have failed.
+        Raises: ValueError, on every rank, if the states differ, or if too many saves in a row have failed; Stopped if
+        a later start of the run has claimed the folder.
         """
         self.wait()
+        if self._owner is not None:
+            stop_if_superseded(self.storage, self._owner)
         started = time.perf_counter()
         mine = (
             state,
@@ -147,6 +159,7 @@ class CheckpointSaver:
         if any(other[1] is not None for other in of_ranks):
             state = state | {"ranks": {str(i): other[1] for i, other in enumerate(of_ranks)}}
         record = describe(step, state, tensors) | {"about": self._about, "losses": {}}
+        record |= {"run": self._owner.run} if self._owner is not None else {}
         self.saving_since = time.monotonic()
         if self.mode == "none":
             self._save(step, write_tensors(self.storage, self._layout, tensors), record, started)
