@@ -246,7 +246,7 @@ def test_other_ranks_check_but_do_not_write(tmp_path, script, monkeypatch):
 
 def test_a_run_folder_that_cannot_be_made(tmp_path, script):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="--run_folder .*file/run cannot be made"):
+    with pytest.raises(ValueError, match="--run_folder .*file/run cannot be written"):
         write_run_folder(tmp_path / "file" / "run", Config(), str(script))
 
 

@@ -188,3 +188,33 @@ def test_a_bar_on_a_terminal_that_has_a_size_and_the_lines_in_train_log(tmp_path
     has_bar = lines > 0 and columns > 0
     assert ("100%" in shown) == has_bar and ("step 4/4" in shown) != has_bar
     assert "step 4/4  loss 0.5" in (tmp_path / "train.log").read_text()
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path, capsys):
+    """The lines that found no room come later, as far as they fit into the file's buffer."""
+    run_log = RunLog(tmp_path, 9, 0, is_main=True)
+    there, full = os.dup(run_log._metrics.fileno()), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, run_log._metrics.fileno())
+    run_log._samples_seen = open("/dev/full", "w", buffering=1)
+    for step in range(3):
+        run_log.scalars(step, {"loss": 1.0})
+        run_log.samples(step, ["a"])
+    os.dup2(there, run_log._metrics.fileno())
+    run_log.scalars(3, {"loss": 2.0})
+    run_log.close()
+    for descriptor in (there, full):
+        os.close(descriptor)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert capsys.readouterr().err.count("No space left on device; training goes on") == 1
+
+
+def test_a_log_file_that_cannot_be_written_is_named_once(tmp_path, capsys):
+    run_log = RunLog(tmp_path, 9, 0, is_main=True)
+    (tmp_path / "train.log").unlink(missing_ok=True)
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    for _ in range(3):
+        logging.getLogger("train").warning("a message")
+    run_log.close()
+    printed = capsys.readouterr().err
+    assert printed.count("a message") == 3 and printed.count("train.log cannot be written") == 1, printed
+    assert "Traceback" not in printed

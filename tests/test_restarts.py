@@ -32,6 +32,18 @@ for what in plan[min(starts, len(plan) - 1)].split():
     elif what == "warned":
         signal.signal(signal.SIGUSR1, lambda *_: (stop_note.leave_note("SIGUSR1"), os._exit(0)))
         (folder / f"ready-{rank}").touch()
+    elif what == "terminated":
+
+        def save(*_):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (folder / f"saving-{rank}").touch()
+            time.sleep(1.5)
+            stop_note.leave_note("SIGTERM")
+            (folder / f"saved-{rank}").touch()
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, save)
+        (folder / f"ready-{rank}").touch()
     elif what == "warned_early":
         (folder / f"ready-{rank}").touch()
         time.sleep(1)
@@ -46,7 +58,7 @@ for what in plan[min(starts, len(plan) - 1)].split():
     elif what.isdigit() and rank == "1":
         time.sleep(0.2)  # the note of rank 0 is there
         sys.exit(int(what))
-    time.sleep(60) if what in ("warned", "kill") or what.isdigit() else None
+    time.sleep(60) if what in ("warned", "terminated", "kill") or what.isdigit() else None
 """
 
 
@@ -87,6 +99,19 @@ def test_a_warning_reaches_the_ranks_and_their_note_comes_back(tmp_path, when):
     os.kill(process.pid, signal.SIGUSR1)
     process.join(60)
     assert process.exitcode == TO_BE_CONTINUED, (folder / "printed").read_text()
+
+
+def test_a_repeated_sigterm_leaves_the_ranks_the_time_to_save(tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, ["terminated"], 0)
+    wait_until(lambda: len(list(folder.glob("ready-*"))) == 2)
+    os.kill(process.pid, signal.SIGTERM)
+    wait_until(lambda: len(list(folder.glob("saving-*"))) == 2)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == TO_BE_CONTINUED, (folder / "printed").read_text()
+    assert len(list(folder.glob("saved-*"))) == 2
 
 
 # ---- The count in the run folder -------------------------------------------------------------------------------------

@@ -122,3 +122,18 @@ def agree(rank, world_size, folder):
 
 def test_all_ranks_stop_at_the_same_step_for_the_same_reason(tmp_path):
     assert run_ranks(agree, 3, tmp_path) == [[(3.0, "SIGUSR1")] * 2] * 3
+
+
+def test_a_stop_file_that_cannot_be_deleted_or_read(tmp_path, caplog, monkeypatch):
+    logging.getLogger("train").propagate = True
+    (tmp_path / "STOP").mkdir()
+    stop = StopSignals(tmp_path)
+    stop.agree(stop.flags())
+    stop.close()  # everything is saved by now: no reason to fail
+    assert stop.reason == "the file STOP" and "delete" in caplog.text and "stops at once" in caplog.text
+
+    def stale(path, **_):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(os, "stat", stale)
+    assert asked(StopSignals(tmp_path)) == []

@@ -149,14 +149,14 @@ def write_run_folder(folder: Path, config: object, script: str, may_change: Coll
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        _write(folder / Path(script).name, Path(script).read_text(encoding="utf-8"))
+        commit = _git("rev-parse", "HEAD", cwd=Path(script).resolve().parent)
+        if commit is not None:
+            diff = _git("diff", "HEAD", cwd=Path(script).resolve().parent)
+            _write(folder / "git.diff", f"# commit {commit.strip()}\n{diff or ''}")
     except OSError as error:
-        raise ValueError(f"--run_folder {folder} cannot be made: {error}") from error
-    _write(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-    _write(folder / Path(script).name, Path(script).read_text(encoding="utf-8"))
-    commit = _git("rev-parse", "HEAD", cwd=Path(script).resolve().parent)
-    if commit is not None:
-        diff = _git("diff", "HEAD", cwd=Path(script).resolve().parent)
-        _write(folder / "git.diff", f"# commit {commit.strip()}\n{diff or ''}")
+        raise ValueError(f"--run_folder {folder} cannot be written: {error}") from error
 
 
 def _resolved(config: object) -> dict:

@@ -7,8 +7,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +67,7 @@ class RunLog:
         self._tensorboard.table(start_step, "config", resolved)
         self._wandb = WandbLog(folder, config.wandb, resolved) if config.wandb else None
         self._observed: dict[str, list] = {}
+        self._has_lost = False  # a line, a curve or a picture
         self._last_scalars: dict[str, float] = {}
         # Some pseudo-terminals have no size, and a bar on them no text.
         self._interactive = sys.stderr.isatty() and min(os.get_terminal_size(sys.stderr.fileno())) > 0
@@ -108,14 +109,17 @@ class RunLog:
         if not self.is_main:
             return
         line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._metrics.write(json.dumps(line) + "\n")
+        with self._lossy():
+            self._metrics.write(json.dumps(line) + "\n")
         for curves in (self._tensorboard, self._wandb):
             if curves is not None:
-                curves.scalars(step, values)
+                with self._lossy():
+                    curves.scalars(step, values)
         self._last_scalars |= values
         if "loss" in values:
             for name, seen in self._observed.items():
-                self._tensorboard.histogram(step, name, _flat(seen))
+                with self._lossy():
+                    self._tensorboard.histogram(step, name, _flat(seen))
             self._observed.clear()
         if "val_loss" in values:
             log.info("step %d  validation loss %.4f", step, values["val_loss"])
@@ -165,20 +169,23 @@ class RunLog:
         if not self.is_main or picture is None:
             return
         path = self.folder / name / f"step-{step:08d}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(picture).save(path)
+        with self._lossy():
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(picture).save(path)
         for curves in (self._tensorboard, self._wandb):
             if curves is not None:
-                curves.image(step, name, picture, prompts)
+                with self._lossy():
+                    curves.image(step, name, picture, prompts)
         log.info("step %d  %s", step, path)
 
     def samples(self, step: int, keys: list[str]) -> None:
         """Write the keys of a step's global batch, in order, to samples_seen.jsonl."""
         if not self.is_main:
             return
-        if self._samples_seen is None:
-            self._samples_seen = (self.folder / "samples_seen.jsonl").open("a", encoding="utf-8", buffering=1)
-        self._samples_seen.write(json.dumps({"step": step, "samples": keys}, ensure_ascii=False) + "\n")
+        with self._lossy():
+            if self._samples_seen is None:
+                self._samples_seen = (self.folder / "samples_seen.jsonl").open("a", encoding="utf-8", buffering=1)
+            self._samples_seen.write(json.dumps({"step": step, "samples": keys}, ensure_ascii=False) + "\n")
 
     def saving(self, step: int) -> AbstractContextManager:
         """Return a context whose block begins the save of `step`, or does it; training waits for the block."""
@@ -207,16 +214,30 @@ class RunLog:
         """Finish every file, and the monitor."""
         if self.is_main:
             self._bar.close()
-            self._metrics.close()
-            self._tensorboard.table(self.num_steps, "summary", self._summary())
-            for curves in (self._tensorboard, self._wandb):
-                if curves is not None:
-                    curves.close()
-            if self._samples_seen is not None:
-                self._samples_seen.close()
+            with self._lossy():
+                self._metrics.close()
+            with self._lossy():
+                self._tensorboard.table(self.num_steps, "summary", self._summary())
+            for written in (self._tensorboard, self._wandb, self._samples_seen):
+                if written is not None:
+                    with self._lossy():
+                        written.close()
         self.monitor.close()
         self.events.close()
         remove_handlers()
+
+    @contextmanager
+    def _lossy(self) -> Iterator[None]:
+        """Let the block fail to write: no curve is worth a run.  The file keeps some KiB and tries again with the next.
+
+        Warns when it begins to fail.
+        """
+        try:
+            yield
+        except OSError as error:
+            if not self._has_lost:
+                log.warning("cannot write to %s: %s; training goes on, its curves may have gaps", self.folder, error)
+            self._has_lost = True
 
     def _summary(self) -> dict[str, object]:
         """Return what there is to say of the run in a few lines."""

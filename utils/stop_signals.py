@@ -70,7 +70,7 @@ class StopSignals:
         now = time.monotonic()
         if self.is_main and now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
-            if (self.folder / STOP_FILE).exists():
+            if os.path.exists(self.folder / STOP_FILE):  # which takes a stale NFS for a file that is not there
                 self._received.add(f"the file {STOP_FILE}")
         if now + 2 * self._save_s >= self._ends_at:
             self._received.add("--max_hours is over")
@@ -101,7 +101,10 @@ class StopSignals:
         if STOP_FILE not in self.reason:  # a person's wish, which a scheduler must not undo by starting again
             leave_note(self.reason)
         if self.is_main:
-            (self.folder / STOP_FILE).unlink(missing_ok=True)  # the next start is not stopped by it
+            try:  # the next start is not to be stopped by it
+                (self.folder / STOP_FILE).unlink(missing_ok=True)
+            except OSError as error:  # a folder of that name, or one that cannot be written
+                log.warning("delete %s, or the next start stops at once: %s", self.folder / STOP_FILE, error)
             print(f"stopped: {self.reason}; the same command goes on", flush=True)
 
     def note_save(self, seconds: float) -> None:

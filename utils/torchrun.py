@@ -7,6 +7,7 @@
   progress it ends with NO_PROGRESS.
 - SIGUSR1 goes to the ranks, which save and stop; torchrun itself would die of it.  They get it every second, and those
   of a new start too, since who is still starting up ignores it.
+- A repeated SIGTERM changes nothing: the ranks have the time that the first one gave them.
 - It ends with TO_BE_CONTINUED when the ranks of this machine left a note that they stopped early (`utils.stop_note`).
 - What the failing rank has printed stays the last thing on the screen: no traceback and no table of torchrun's own.
   Below it, except for a configuration error (`utils.config.run_main`), one line a rank says how it ended, since a
@@ -64,6 +65,17 @@ class Agent(LocalElasticAgent):
             else:
                 self.gave_up = most > 0
         return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Wait for the ranks as torch does; there a repeated SIGTERM would end that, in the middle of a save."""
+        repeated = []
+        handler = signal.signal(signal.SIGTERM, lambda number, frame: repeated.append(number))
+        try:
+            super()._shutdown(death_sig, timeout)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            if repeated and not isinstance(sys.exc_info()[1], SignalException):  # the first: the ranks only restart
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         # Ranks inherit that it is ignored; otherwise they would die of it before they have set a handler.
