@@ -3,16 +3,18 @@
 import pytest
 
 from tools import chaos
-from tools.chaos_report import Outcome, markdown
+from tools.chaos_report import BEGIN, END, Outcome, markdown, write_table
 from utils.fault_injection import KINDS, parse_faults
 
 
 def test_each_kind_gets_a_run_and_saves_are_disturbed_at_a_save():
     planned = chaos.cases(chaos.Config(ranks=4), 60, 5)
-    assert list(planned) == list(chaos.CASES) and set(planned) <= set(KINDS)
-    for kind, (fault,) in planned.items():
-        assert fault.kind == kind and fault.rank == 3 and fault.step == (8 if fault.phase == "checkpoint" else 6)
-        assert parse_faults(fault.name) == [fault]
+    assert list(planned) == list(chaos.CASES) and set(planned) == set(KINDS)
+    for kind, faults in planned.items():
+        for fault in faults:
+            assert fault.kind == kind and fault.rank == 3 and (fault.step == 8) == (fault.phase == "checkpoint")
+            assert parse_faults(fault.name) == [fault]
+    assert [len(faults) for kind, faults in planned.items() if len(faults) > 1] == [2]  # to go back takes two
 
 
 def test_random_faults_are_the_same_for_a_seed_and_leave_the_weights_alone():
@@ -20,8 +22,38 @@ def test_random_faults_are_the_same_for_a_seed_and_leave_the_weights_alone():
     (faults,) = chaos.cases(config, 60, 5).values()
     assert len(faults) == 12 and chaos.cases(config, 60, 5) == {"12 random faults": faults}
     assert chaos.cases(chaos.Config(random=12, seed=4), 60, 5) != {"12 random faults": faults}
-    assert all(f.kind != "nan" and 0 < f.step < 60 for f in faults)
+    assert {"kill", "term", "hang", "full"} < {f.kind for f in faults} and len({f.step for f in faults}) == 12
+    assert all(f.kind not in ("nan", "spike", "badsample") and f.kind[:2] != "s3" and 0 < f.step < 60 for f in faults)
     assert all(f.step % 5 == 0 for f in faults if f.phase == "checkpoint")
+    for seed in range(20):
+        (faults,) = chaos.cases(chaos.Config(random=12, seed=seed, checkpoints="s3"), 60, 5).values()
+        assert {"kill", "term", "hang", "full", "s3error"} <= {f.kind for f in faults} and len(faults) == 12
+    for kinds in (("full",), ("s3cut",)):
+        config = chaos.Config(random=3, checkpoints="s3", kinds=kinds)
+        assert len(chaos.cases(config, 60, 5)["3 random faults"]) == 3
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [({"random": 60}, "--random 60 needs"), ({"random": 1, "kinds": ("nan",)}, "leave the weights alone"),
+     ({"random": 1, "kinds": ("s3cut",)}, "--random 1 needs"), ({"random": -1}, "--random -1"),
+     ({"checkpoints": "nfs"}, "local, tmpfs or s3, got 'nfs'")],
+)  # fmt: skip
+def test_random_faults_that_cannot_be_placed(config, said):
+    with pytest.raises(ValueError, match=said):
+        chaos.cases(chaos.Config(**config), 60, 5)
+
+
+def test_the_table_goes_between_its_marks(tmp_path):
+    page = tmp_path / "page.md"
+    write_table(page, "first\n")
+    assert page.read_text() == "first\n"
+    with pytest.raises(ValueError, match="has no lines"):
+        write_table(page, "second\n")
+    page.write_text(f"# A page\n{BEGIN}\nold\n{END}\nmore\n")
+    for _ in range(2):
+        write_table(page, "| new |\n")
+        assert page.read_text() == f"# A page\n{BEGIN}\n\n| new |\n\n{END}\nmore\n"
 
 
 def test_a_kind_that_is_not_known():
@@ -61,8 +93,14 @@ def test_what_is_read_from_a_run(outcome):
     disturbed.faults = parse_faults("kill@rank=1,step=6,phase=forward")
     cells = disturbed.cells(undisturbed)
     assert cells == ["1 × started again; 1 × saved, stopped, continued", "1.5", "8.0", "+21", "none"]
-    table = markdown(undisturbed, [disturbed], ["train_mmdit.py", "--num_steps", "9"])
-    assert "| kill: SIGKILL | 1, 6, forward | 1 × started again" in table and "train_mmdit.py --num_steps 9" in table
+    table = markdown(undisturbed, [disturbed], ["train_mmdit.py", "--num_steps", "9"], {"s3cut": "no store"})
+    assert "`s3cut` was not rehearsed: no store." in table
+    assert (
+        "| kill: SIGKILL | 1, 6, forward | local disk | 1 × started again" in table
+        and "train_mmdit.py --num_steps 9" in table
+    )
     disturbed.codes = [83]
     assert "ended with 83 (too many restarts without progress)" in disturbed.what_happened()
+    disturbed.faults = disturbed.faults * 2
+    assert "1 did not strike" in disturbed.what_happened()
     assert outcome("slow", "", codes=[0]).cells(undisturbed)[:3] == ["went on", "—", "—"]

@@ -69,7 +69,7 @@ def train(folder, run, num_steps, where, mode, save_every):
     ]  # fmt: skip
     codes, printed = [], ""
     while len(codes) < 25 and f"done: {num_steps} steps" not in printed:
-        code, more = run_script("train_mmdit.py", arguments, 2)
+        code, more = run_script("train_mmdit.py", arguments, 2, timeout_s=900)
         codes, printed = [*codes, code], printed + more
         assert code != 2, printed
     return codes, printed

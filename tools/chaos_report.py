@@ -1,28 +1,41 @@
 """What became of disturbed runs, as a table."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from parallel import checkpoint
+from parallel.checked_writer import read_file
+from parallel.checkpoint_retention import step_name
+from parallel.checkpoint_storage import open_storage
 from utils.exit_codes import NAMES
 from utils.fault_injection import KINDS, Fault
+from utils.run_state import checkpoint_folder
 from utils.stop_note import TO_BE_CONTINUED
 
 
 @dataclass
 class Outcome:
-    """One run.  All times are of time.monotonic()."""
+    """One run.  All times are of time.monotonic().
+
+    folder: of what is noted of it.  place: where its checkpoints, or all it writes, lie.  run: the run folder.
+    """
 
     name: str
     faults: list[Fault]
     folder: Path
+    place: str = "local"
+    run: Path | None = None
     codes: list = field(default_factory=list)  # of each launch
     ended_at: list[float] = field(default_factory=list)  # when all ranks of a disturbed start had ended
     stepped_at: list[float] = field(default_factory=list)  # when a start had completed its first step
     took_s: float = 0.0
+
+    def __post_init__(self):
+        self.run = self.run or self.folder / "run"
 
     @property
     def struck_at(self) -> dict[str, float]:
@@ -42,7 +55,7 @@ class Outcome:
 
     def weights_are_those_of(self, other: "Outcome") -> bool | None:
         """Whether all tensors of the last checkpoint are equal to the bit; None if there is none of that step."""
-        own, theirs = (newest_tensors(outcome.folder / "run" / "checkpoints") for outcome in (self, other))
+        own, theirs = (newest_tensors(outcome) for outcome in (self, other))
         if own is None or theirs is None or own[0] != theirs[0]:
             return None
         same_names = own[1].keys() == theirs[1].keys()
@@ -52,13 +65,18 @@ class Outcome:
         """The run's story in a few words."""
         printed = (self.folder / "printed.txt").read_text(encoding="utf-8", errors="replace")
         restarts, stops = printed.count("starting all ranks again"), self.codes.count(TO_BE_CONTINUED)
-        failed = printed.count("training goes on")
-        bad = _lines(self.folder / "run" / "bad_steps.jsonl")
+        failed = len(re.findall(r"save \d+ in a row failed", printed))
+        bad = _lines(self.run / "bad_steps.jsonl")
+        steps = "a step" if bad == 1 else f"{bad} steps"
+        back = printed.count("; back to step ") > 0
         words = [
             f"{restarts} × started again" if restarts else "", f"{stops} × saved, stopped, continued" if stops else "",
-            f"{failed} × a save failed and was reported" if failed else "", f"{bad} × a step skipped" if bad else "",
+            f"{failed} × a save failed and was reported" if failed else "", f"{steps} skipped" if bad else "",
+            "went back to an older checkpoint" if back else "",
         ]  # fmt: skip
-        if reports := sorted((self.folder / "run").glob("hangs/*/report.txt")):
+        if len(self.struck_at) < len(self.faults):
+            words.append(f"{len(self.faults) - len(self.struck_at)} did not strike")
+        if reports := sorted(self.run.glob("hangs/*/report.txt")):
             words.append(reports[0].read_text(encoding="utf-8").splitlines()[1])
         if self.codes[-1] != 0:
             words.append(f"ended with {self.codes[-1]} ({NAMES.get(self.codes[-1], 'no success')})")
@@ -75,32 +93,57 @@ class Outcome:
         return [self.what_happened(), *seconds, f"{self.took_s - undisturbed.took_s:+.0f}", same]
 
 
-def newest_tensors(checkpoints: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
+def newest_tensors(outcome: Outcome) -> tuple[int, dict[str, torch.Tensor]] | None:
     """Return the newest valid checkpoint's step and tensors."""
-    step = checkpoint.latest(checkpoints)
-    return None if step is None else (step, checkpoint.load_tensors(checkpoints, step, ""))
+    storage = open_storage(checkpoint_folder(outcome.run))
+    step = checkpoint.latest(storage)
+    if step is not None and not storage.is_local:  # its tensors would be read one at a time
+        name, storage_there = step_name(step), storage
+        storage = open_storage(outcome.folder / "fetched")
+        storage.path(name).mkdir(parents=True, exist_ok=True)
+        for file in storage_there.sizes(name):
+            (storage.path(name) / file).write_bytes(read_file(storage_there, name, file))
+    return None if step is None else (step, checkpoint.load_tensors(storage.folder, step, ""))
 
 
-def markdown(undisturbed: Outcome, outcomes: list[Outcome], command: list[str]) -> str:
-    """Return the table, with the command that it was made by."""
+def markdown(undisturbed: Outcome, outcomes: list[Outcome], command: list[str], left_out: dict[str, str]) -> str:
+    """Return the table, with the command that it was made by.  left_out: kind of fault → why it has no row."""
+    places = {"local": "local disk", "tmpfs": "tmpfs of its own", "s3": "S3"}
     lines = [
-        "# Faults and what became of them", "",
         "Made by `python -m tools.chaos`, of", "", "```", " ".join(command), "```", "",
-        f"The undisturbed run took {undisturbed.took_s:.0f} s.  All ranks ended: seconds from the fault until no rank "
-        "of that start was left.  Next step: from there until the next start had completed a step; most of it is "
-        "importing libraries and loading.  Costs: the whole run over the undisturbed one.  Weights: every tensor of "
-        "the last checkpoint, optimizer state included, against the undisturbed run.", "",
-        "| fault | rank, step, phase | what happened | all ranks ended, s | next step, s | costs, s | weights |",
-        "|---|---|---|---:|---:|---:|---|",
+        f"The undisturbed run took {undisturbed.took_s:.0f} s.  Ended: seconds from the fault until no rank of that "
+        "start was left.  Next step: from there until the next start had completed a step; most of it is importing "
+        "libraries and loading.  Costs: the whole run over the undisturbed one (negative: the machine was busier "
+        "then).  Weights: every tensor of the last checkpoint, optimizer state included, against the undisturbed run; "
+        "where a step is skipped they are to be others.", "",
+        "| fault | rank, step, phase | checkpoints on | what happened | ended, s | next step, s | costs, s | weights |",
+        "|---|---|---|---|---:|---:|---:|---|",
     ]  # fmt: skip
     for outcome in outcomes:
-        if len(outcome.faults) == 1:
-            (fault,) = outcome.faults
-            what = [f"{fault.kind}: {KINDS[fault.kind]}", f"{fault.rank}, {fault.step}, {fault.phase}"]
+        first = outcome.faults[0]
+        if len({fault.kind for fault in outcome.faults}) == 1:
+            where = ", ".join(str(fault.step) for fault in outcome.faults)
+            what = [f"{first.kind}: {KINDS[first.kind]}", f"{first.rank}, {where}, {first.phase}"]
         else:
             what = [", ".join(fault.kind for fault in outcome.faults), f"{len(outcome.struck_at)} of them struck"]
-        lines.append(f"| {' | '.join([*what, *outcome.cells(undisturbed)])} |")
+        lines.append(f"| {' | '.join([*what, places[outcome.place], *outcome.cells(undisturbed)])} |")
+    lines += ["", *(f"`{kind}` was not rehearsed: {why}." for kind, why in left_out.items())] if left_out else []
     return "\n".join(lines) + "\n"
+
+
+BEGIN, END = "<!-- tools.chaos: begin -->", "<!-- tools.chaos: end -->"
+
+
+def write_table(path: Path, table: str) -> None:
+    """Write the table to a file: between the lines BEGIN and END, if it is there and has them."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    before, begin, rest = text.partition(BEGIN + "\n")
+    _, end, after = rest.partition(END)
+    if begin and end:
+        table = before + begin + "\n" + table + "\n" + end + after
+    elif text:
+        raise ValueError(f"--table {path} is there and has no lines {BEGIN} and {END} between which the table may go")
+    path.write_text(table, encoding="utf-8")
 
 
 def _lines(path: Path) -> int:

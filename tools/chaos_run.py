@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 
 from tools.chaos_report import Outcome
+from tools.faulty_store import checkpoint_url
 from utils.exit_codes import FINAL
-from utils.fault_injection import FOLDER_VARIABLE, VARIABLE, Fault
+from utils.fault_disk import DISK_VARIABLE
+from utils.fault_injection import FOLDER_VARIABLE, STORE_VARIABLE, VARIABLE, Fault
 
 _POLL_S = 0.02
 _AGAIN = "starting all ranks again"  # what utils.torchrun says when it has noticed a fault
 _MOST_LAUNCHES = 30
+_TMPFS = "size=512m,nr_inodes=2000"  # room for some checkpoints of a small model, and soon filled
 
 
 class Launcher:
@@ -39,11 +42,24 @@ class Launcher:
         except (ValueError, IndexError):
             raise ValueError(f"the command needs {flag} and a number, so that faults can be placed") from None
 
-    def run(self, name: str, faults: list[Fault]) -> Outcome:
-        """Run until complete, or until nothing helps; stops every process it has started."""
+    def run(self, name: str, faults: list[Fault], place: str = "local", flags: tuple[str, ...] = ()) -> Outcome:
+        """Run until complete, or until nothing helps; stops every process it has started.
+
+        place: "local"; "tmpfs", the run folder is in a file system of its own, which this process may mount; "s3", the
+        checkpoints go to the store of `tools.faulty_store`.  flags: more for the command.
+        """
         folder = self.folder / name
         folder.mkdir(parents=True)
-        outcome = Outcome(name, faults, folder)
+        outcome = Outcome(name, faults, folder, place)
+        self._flags, self._environment = [*flags], {}
+        if place == "tmpfs":
+            disk = folder.absolute() / "disk"
+            disk.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", _TMPFS, "chaos", str(disk)], check=True)
+            outcome.run, self._environment = disk / "run", {DISK_VARIABLE: str(disk)}
+        if place == "s3":
+            self._flags += ["--checkpoint_folder", checkpoint_url(name)]
+            self._environment = {STORE_VARIABLE: os.environ["AWS_ENDPOINT_URL"]}
         began = time.monotonic()
         while len(outcome.codes) < _MOST_LAUNCHES:
             left = self._timeout_s - (time.monotonic() - began)
@@ -59,13 +75,16 @@ class Launcher:
         notes.mkdir(exist_ok=True)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        for name in (DISK_VARIABLE, STORE_VARIABLE):
+            os.environ.pop(name, None)  # of the run before
+        os.environ.update(self._environment)
         os.environ["TMPDIR"] = str(notes)
         os.environ[VARIABLE] = "; ".join(fault.name for fault in outcome.faults)
         os.environ[FOLDER_VARIABLE] = str(outcome.folder.absolute() / "struck")
         process = subprocess.Popen(
             [sys.executable, "-m", "utils.torchrun", f"--nproc_per_node={self.ranks}", "--max_restarts=3",
              "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--local_addr=127.0.0.1", *self.words,
-             "--run_folder", str(outcome.folder / "run"), "--hang_s", str(self._hang_s)],
+             "--run_folder", str(outcome.run), "--hang_s", str(self._hang_s), *self._flags],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         reader = threading.Thread(target=_read, args=(process, outcome), daemon=True)

@@ -12,6 +12,7 @@ Source of the idea: a store whose faults are set over HTTP, so that whoever inje
 
 import http.client
 import json
+import logging
 import os
 import socket
 import threading
@@ -82,6 +83,7 @@ def start_store() -> tuple[FaultyStore | None, str]:
             from moto.server import ThreadedMotoServer
         except ImportError:
             return None, "moto is not installed (requirements-dev.txt), and AWS_ENDPOINT_URL names no store"
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it prints every request
         server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         server.start()
         upstream = "http://{}:{}".format(*server.get_host_and_port())
