@@ -4,13 +4,15 @@ The tower of Qwen2.5-VL stands in for a pretrained one, so it may see every emoj
 and the tokenizer stay as `tools.tiny_text` made them, bit by bit.  By contrast (InfoNCE, arXiv 1807.03748) the mean
 state of the tokens where a thing lies is to be nearest to that of its name among all names, in both languages, and the
 mean state of a whole picture to that of its caption among the batch's; a small next-token loss asks for the caption
-after the picture.  What made it learn within minutes: matrices stepped by Muon, patches whitened from the start, and
-tokens of a size at which the first layer does not drown them.
+after the picture.  Then its tokens learn to say where the thing lies that they show: a linear layer, thrown away
+afterwards, is to read the thing's box from each.  What made it learn within minutes: matrices stepped by Muon, patches
+whitened from the start, and tokens of a size at which the first layer does not drown them.
 
 Called by `python -m tools.make_tiny --part vision`.
 """
 
 import json
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from data.emoji_table import Emoji, load_emoji
@@ -33,6 +35,7 @@ from model.templates import (
 )
 from model.text_encoder import TextEncoder
 from model.vision_input import VisionGeometry
+from tools.tiny_boxes import box_errors, state_at
 from tools.tiny_scenes import Scene, draw, emoji_lists, random_scene
 from utils.muon import Muon
 
@@ -41,8 +44,9 @@ _VISUAL = "visual."
 _TEMPERATURE = 0.05
 _MATRIX_LR, _OTHER_LR = 8e-3, 1e-3  # at their peak
 _PICTURE_SCALE = 10.0  # of a picture's tokens when training starts, against words: above what the first layer adds
-# Of each phase: steps, learning rates against those above, and shares of pictures of the three lists of `emoji_lists`.
-_PHASES = [(1250, 1.0, (0.75, 0.0, 0.25))]
+# Of each phase: steps, learning rates against those above, shares of pictures of the three lists of `emoji_lists`, and
+# the weight of the boxes' error.
+_PHASES = [(1250, 1.0, (0.75, 0.0, 0.25), 0.0), (2000, 0.7, (0.5, 0.4, 0.1), 20.0)]
 
 
 class FrozenReader:
@@ -63,14 +67,17 @@ class FrozenReader:
 
     def _read(
         self, prefix: str, rows: list[list[int]], pictures: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids, states and the mask of what is real, (rows, longest) each, of what follows a prefix."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ids, states and the mask of what is real, (rows, longest) each, of what follows a prefix.
+
+        And the tower's tokens of all pictures, (tokens, width).
+        """
         start, kept = self.prefixes[prefix]
         inputs = self.text.model_inputs([start + row for row in rows], pictures)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         own = slice(len(start), None)
         embedded = self.model.get_input_embeddings()(ids[:, own])
-        positions = None
+        positions, seen = None, embedded.new_zeros(0, embedded.shape[-1])
         if len(pictures):
             grid = inputs["image_grid_thw"]
             seen = self.model.model.visual(inputs["pixel_values"], grid_thw=grid).pooler_output
@@ -84,16 +91,18 @@ class FrozenReader:
         states = self.model.model.language_model(
             inputs_embeds=embedded, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
         ).last_hidden_state
-        return ids[:, own], states, mask[:, own].bool()
+        return ids[:, own], states, mask[:, own].bool(), seen
 
     @torch.no_grad()
     def of_texts(self, texts: Sequence[str]) -> Tensor:
         """Return the mean states of captions, unit norm, (texts, width)."""
-        _, states, mask = self._read(TEXT_TO_IMAGE_PREFIX, [self.tokenizer(t + SUFFIX)["input_ids"] for t in texts])
+        _, states, mask, _ = self._read(TEXT_TO_IMAGE_PREFIX, [self.tokenizer(t + SUFFIX)["input_ids"] for t in texts])
         return F.normalize((states * mask[..., None]).sum(1), dim=-1)
 
-    def of_pictures(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> tuple[list[Tensor], Tensor]:
-        """Return each picture's states as a grid (rows, columns, width), and the next-token loss of its caption."""
+    def of_pictures(
+        self, pictures: Sequence[Tensor], captions: Sequence[str]
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Return of each picture states and the tower's tokens, (rows, columns, width), and its caption's loss."""
         rows, grids = [], []
         for picture, caption in zip(pictures, captions, strict=True):
             _, height, width = self.text.geometry.grid(*picture.shape[1:])
@@ -103,27 +112,17 @@ class FrozenReader:
             pads = [self.text.image_pad] * self.text.geometry.num_tokens(*picture.shape[1:])
             after = self.tokenizer(VISION_END)["input_ids"] + self.tokenizer(caption + SUFFIX)["input_ids"]
             rows.append(self.tokenizer(label)["input_ids"] + pads + after)
-        ids, states, mask = self._read(EDIT_PREFIX, rows, pictures)
+        ids, states, mask, tokens = self._read(EDIT_PREFIX, rows, pictures)
         is_picture = ids == self.text.image_pad
-        per_picture = states[is_picture].split([height * width for height, width in grids])
+        per_picture, seen = (
+            [own.view(*grid, -1) for own, grid in zip(part.split([math.prod(g) for g in grids]), grids, strict=True)]
+            for part in (states[is_picture], tokens)
+        )
         # Of the caption: what the picture should tell.  The mark after the picture says that it begins.
         started = (ids == self.tokenizer.convert_tokens_to_ids(VISION_END)).cumsum(1).bool()
         is_caption = started[:, :-1] & mask[:, 1:]
         language = F.cross_entropy(self.model.lm_head(states[:, :-1][is_caption]), ids[:, 1:][is_caption])
-        return [s.view(*grid, -1) for s, grid in zip(per_picture, grids, strict=True)], language
-
-
-def _at(states: Tensor, box: tuple[float, float, float, float], height: int, width: int) -> Tensor:
-    """Return the unit-norm mean of a grid of states (rows, columns, width), weighted by how much a box covers each."""
-    rows, columns, _ = states.shape
-
-    def cover(low: float, high: float, size: int, count: int) -> Tensor:
-        edges = torch.linspace(0, size, count + 1)
-        return (edges[1:].clamp(max=high) - edges[:-1].clamp(min=low)).clamp(min=0)
-
-    left, top, right, bottom = box
-    weights = cover(top, bottom, height, rows)[:, None] * cover(left, right, width, columns)
-    return F.normalize((states * weights[..., None]).sum((0, 1)), dim=-1)
+        return per_picture, seen, language
 
 
 def _contrast(seen: Tensor, said: Tensor, right: Tensor) -> Tensor:
@@ -182,7 +181,7 @@ def _start_tower(model: Qwen2_5_VLForConditionalGeneration, seed: int) -> None:
 
 
 def train_vision(folder: Path, tokenizer: PreTrainedTokenizerBase, batch: int = 48) -> None:
-    """Train the tower of a released folder on the CPU, eight minutes of one core; each phase ends in its file."""
+    """Train the tower of a released folder on the CPU, twenty minutes of one core; each phase ends in its file."""
     for phase in range(len(_PHASES)):
         model = load_with_new_tower(folder) if phase == 0 else load_with_tower(folder)
         _train_phase(model, tokenizer, phase, batch)
@@ -192,13 +191,15 @@ def train_vision(folder: Path, tokenizer: PreTrainedTokenizerBase, batch: int = 
 def _train_phase(
     model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, phase: int, batch: int
 ) -> None:
-    num_steps, share_of_lr, shares = _PHASES[phase]
+    num_steps, share_of_lr, shares, box_weight = _PHASES[phase]
     rng, reader, lists = random.Random(phase), FrozenReader(model, tokenizer), emoji_lists()
     everyone = lists[-1]
     number = {e.char: i for i, e in enumerate(everyone)}
     names = [reader.of_texts([e.en for e in everyone]), reader.of_texts([e.zh for e in everyone])]
     trained = list(model.model.visual.parameters())
     matrices, others = [p for p in trained if p.ndim == 2], [p for p in trained if p.ndim != 2]
+    box_reader = nn.Linear(model.config.vision_config.out_hidden_size, 4)
+    others += box_reader.parameters()
     optimizers = [
         Muon(matrices, share_of_lr * _MATRIX_LR, weight_decay=0.01),
         torch.optim.AdamW(others, lr=share_of_lr * _OTHER_LR, betas=(0.9, 0.98), weight_decay=0.01),
@@ -211,15 +212,16 @@ def _train_phase(
     for step in range(num_steps):
         scenes = [random_scene(rng, rng.choices(lists, shares)[0]) for _ in range(batch)]
         captions = [rng.choice(scene.captions[rng.choice(["en", "zh"])]) for scene in scenes]
-        grids, language = reader.of_pictures([scene.pixels for scene in scenes], captions)
+        grids, tokens, language = reader.of_pictures([scene.pixels for scene in scenes], captions)
         things = [(grid, scene, *thing) for grid, scene in zip(grids, scenes, strict=True) for thing in scene.things]
-        seen = torch.stack([_at(grid, box, *scene.pixels.shape[1:]) for grid, scene, _, box in things])
+        seen = torch.stack([state_at(grid, box, *scene.pixels.shape[1:]) for grid, scene, _, box in things])
         right = torch.tensor([number[thing.char] for *_, thing, _ in things])
         local = sum(_contrast(seen, said, right) for said in names) / 2
         whole = torch.stack([F.normalize(grid.mean((0, 1)), dim=-1) for grid in grids])
         overall = _contrast(whole, reader.of_texts(captions), torch.arange(batch))
-        loss = local + 0.3 * overall + 0.1 * language
-        for parameter in trained:
+        box_error, far_off = box_errors(box_reader, tokens, scenes)
+        loss = local + 0.3 * overall + 0.1 * language + box_weight * box_error
+        for parameter in (*trained, *box_reader.parameters()):
             parameter.grad = None
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -231,7 +233,7 @@ def _train_phase(
             print(
                 f"vision phase {phase} step {step}/{num_steps} things {local.item():.3f} ({found.float().mean():.0%} "
                 f"found) scenes {overall.item():.3f} next token {language.item():.3f} "
-                f"{time.process_time() - start:.0f} s of CPU",
+                f"boxes {far_off.item():.0%} far off {time.process_time() - start:.0f} s of CPU",
                 flush=True,
             )
 
@@ -254,9 +256,9 @@ def picture_retrieval(
         rows = []
         for i in range(0, len(scenes), 128):
             part = scenes[i : i + 128]
-            grids, _ = reader.of_pictures([scene.pixels for scene in part], [""] * len(part))
+            grids, *_ = reader.of_pictures([scene.pixels for scene in part], [""] * len(part))
             for grid, scene in zip(grids, part, strict=True):
-                rows += [_at(grid, box, *scene.pixels.shape[1:]) for _, box in scene.things]
+                rows += [state_at(grid, box, *scene.pixels.shape[1:]) for _, box in scene.things]
         return torch.stack(rows)
 
     number = {e.char: i for i, e in enumerate(emoji)}
