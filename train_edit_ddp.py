@@ -31,7 +31,7 @@ from data.plan import BatchPlan, spread_micro_batches
 from data.reader import Reader, Sample
 from data.shard_cache import open_shard_cache
 from model import flow
-from model.edit_planner import HIDDEN_LAYERS, Planner, PlannerInput, PlannerOutput
+from model.edit_planner import HIDDEN_LAYERS, Planner, PlannerInput, PlannerOutput, backward_through_states
 from model.encoders import Encoders
 from model.latents import token_grid
 from model.micro_batch import MicroBatch
@@ -79,7 +79,7 @@ class Experiment:
     checkpoint_folder: str = ""  # its checkpoints alone, local or s3://, "" = run_folder/checkpoints
     init_from: str = ""  # run, or one checkpoint of it, whose weights this one begins with
     # Batch and length
-    num_steps: int = 1400  # optimizer steps
+    num_steps: int = 1200  # optimizer steps
     global_batch_size: int = 32  # samples an optimizer step, over all ranks
     max_tokens_per_micro_batch: int = 8192  # image and text tokens a rank holds at once: sets the memory
     max_pixels: int = 1024 * 1024  # larger targets are scaled down to this area, aspect kept
@@ -102,6 +102,7 @@ class Experiment:
     t_std: float = 1.5
     region_weight: float = 1.0  # of a token inside the edited region against one outside, where a sample has a mask
     plan_weight: float = 1.0  # of the planner's cross-entropy a sample
+    joint: bool = True  # let the renderer's loss train the planner, too; holds what both keep for backward at once
     # Optimizer
     optimizer: str = "muon"  # for the matrices of all layers, AdamW for the rest; adamw for all, which --zero needs
     lr: float = 1e-2  # the renderer's peak learning rate
@@ -149,7 +150,7 @@ def read_instructions(
         pairs = zip(inputs, samples, strict=True)
         return [encoders.prompt(i.instruction, pictures=i.pictures, key=sample.key) for i, sample in pairs], None
     output = planner(inputs)
-    return [states.detach() for states in output.states], output
+    return output.states, output
 
 
 def edit_labels(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,19 +328,22 @@ def main(cfg: Config) -> None:
                 stack.enter_context(torch.autocast(device.type, dtype, enabled=dtype != torch.float32))
                 with timer.phase("planner"):
                     states, plans = read_instructions(samples, encoders, wrapped.get("planner"), cfg)
-                    if plans is not None:
-                        answered = weights * plans.has_answer
-                        (cfg.plan_weight * (plans.loss_per_sample @ answered) / cfg.global_batch_size).backward()
-                        tallies["plan_loss"].add(plans.loss_per_sample, answered, *rows)
+                guides = [own.detach().requires_grad_(cfg.joint and own.requires_grad) for own in states]
                 if ema:
                     with timer.phase("encode"):
-                        batch = make_batch(samples, states, encoders, cfg)
+                        batch = make_batch(samples, guides, encoders, cfg)
                     run_log.observe(t=batch.t, instruction_tokens=batch.layout.txt_lens)
                     with timer.phase("renderer"):
                         losses = sample_losses(wrapped["renderer"], batch)
                         ((losses @ weights) / cfg.global_batch_size).backward()
                     tallies["loss"].add(losses, weights, *rows)
                     tokens += batch.num_tokens
+                if plans is not None:
+                    with timer.phase("planner"):
+                        answered = weights * plans.has_answer
+                        loss = cfg.plan_weight * (plans.loss_per_sample @ answered) / cfg.global_batch_size
+                        backward_through_states(loss, states, guides)
+                    tallies["plan_loss"].add(plans.loss_per_sample, answered, *rows)
         # Clip.  The sums over all ranks make all see the same losses and norms, so all take the step or none
         norms = {n: clip_grad_norm(p.values(), cfg.max_grad_norm).item() for n, p in trained.items()}
         local = [number for tally in tallies.values() for number in tally.sums()]

@@ -24,7 +24,7 @@ _SOURCES = (
 )  # fmt: skip
 _COMPOSED = ("combine", "combine_both", "draw")  # of two references, of three, of none
 # Edits in all of each kind of scene, of each kind of composition, and at most of each rule for whole emoji.
-_TRAIN, _VALIDATION = (600, 100, 120), (34, 6, 4)
+_TRAIN, _VALIDATION = (1200, 200, 120), (34, 6, 4)
 _NUM_TRAIN_SHARDS = 8
 
 

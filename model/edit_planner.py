@@ -155,6 +155,16 @@ class Planner(nn.Module):
         return generate_plan(self.text, instruction, pictures, max_new_tokens)
 
 
+def backward_through_states(loss: Tensor, states: Sequence[Tensor], guides: Sequence[Tensor]) -> None:
+    """Run the planner's backward: of its own loss, (), and of what the renderer's backward left in its guides.
+
+    states: (T_b, D) each, of `PlannerOutput`; guides: the same, detached, as the renderer read them; one without a
+    gradient adds nothing.  The renderer's backward comes first, on every rank, so all gradients travel in one order.
+    """
+    told = [(own, guide.grad) for own, guide in zip(states, guides, strict=True) if guide.grad is not None]
+    torch.autograd.backward([loss, *(own for own, _ in told)], [None, *(gradient for _, gradient in told)])
+
+
 @torch.no_grad()
 def generate_plan(text: TextEncoder, instruction: str, pictures: Sequence[Tensor], max_new_tokens: int = 512) -> str:
     """Return a text encoder's most likely answer to an edit, without the end of its turn."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.edit_planner import Planner, PlannerInput
+from model.edit_planner import Planner, PlannerInput, backward_through_states
 from model.templates import END_OF_TURN
 from model.text_encoder import TextEncoder
 from tests.edit_pipeline import TINY, as_tensor, random_picture
@@ -104,6 +104,32 @@ def test_every_trained_parameter_gets_a_gradient_in_every_pass(freeze_vision, ca
     assert any("language_model" in name for name in seen) == (case == "no pictures")
     assert not any("visual" in name for name in seen)
     assert any("visual" in name for name in trained) == (not freeze_vision)
+
+
+def read_by_a_renderer(states: list[torch.Tensor]) -> torch.Tensor:
+    return sum((own.float() ** 2 @ torch.arange(own.shape[1]).float()).sum() for own in states) / 1000
+
+
+def test_gradients_through_the_states_are_those_of_one_graph():
+    samples, gradients = make_samples(), []
+    for in_one_graph in (True, False):
+        planner = make_planner()
+        output = planner(samples)
+        loss = output.loss_per_sample.sum()
+        if in_one_graph:
+            (loss + read_by_a_renderer(output.states)).backward()
+        else:
+            guides = [own.detach().requires_grad_() for own in output.states]
+            read_by_a_renderer(guides).backward()
+            backward_through_states(loss, output.states, guides)
+        gradients.append({name: p.grad for name, p in planner.named_parameters()})
+    alone = make_planner()
+    output = alone(samples)
+    loss, guides = output.loss_per_sample.sum(), [own.detach() for own in output.states]
+    backward_through_states(loss, output.states, guides)
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(gradients[1][name], gradients[0][name], atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(parameter.grad, gradients[0][name], atol=1e-4, rtol=1e-4), name
 
 
 def test_it_learns_a_plan_by_heart_and_says_it(planner):

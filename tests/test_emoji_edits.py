@@ -83,7 +83,7 @@ def everything(edits) -> list[Edit]:
 
 def test_sizes_and_categories(edits):
     counts = {split: Counter(edit.category for edit in part) for split, part in edits.items()}
-    assert 5500 <= counts["train"].total() <= 6500 and 280 <= counts["validation"].total() <= 340
+    assert 10_500 <= counts["train"].total() <= 12_000 and 280 <= counts["validation"].total() <= 340
     for of_split in counts.values():
         assert set(of_split) == set(CATEGORIES) - {"other"}
     assert min(counts["train"].values()) >= 400 and min(counts["validation"].values()) >= 10
