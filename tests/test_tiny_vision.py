@@ -32,7 +32,7 @@ def test_the_recipe_reads_as_the_text_encoder_does(encoder, reader):
     rng, emoji = random.Random(0), list(load_emoji().values())
     scenes = [random_scene(rng, emoji) for _ in range(6)]
     assert len({tuple(scene.pixels.shape) for scene in scenes}) > 1
-    grids, loss = reader.of_pictures([scene.pixels for scene in scenes], ["a dog"] * 6)
+    grids, _, loss = reader.of_pictures([scene.pixels for scene in scenes], ["a dog"] * 6)
     losses = []
     for scene, grid in zip(scenes, grids, strict=True):
         tokens = encoder.edit_tokens("a dog", [tuple(scene.pixels.shape[1:])])
