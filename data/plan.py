@@ -23,6 +23,7 @@ from utils.random_streams import uniform
 DEFAULT_MAX_PIXELS = 1328 * 1328
 # As the released edit models see references.
 DEFAULT_REFERENCE_PIXELS, DEFAULT_CONDITION_PIXELS = 1024 * 1024, 384 * 384
+_NUM_CHECKED = 2048  # samples whose size is looked at before the run starts
 _NUM_LOOKED_AT = 16384  # samples from which the room for text in a filled micro-batch is found
 _TEXT_MULTIPLE = 16  # tokens: what matrix products on GPUs like
 
@@ -163,6 +164,18 @@ class BatchPlan:
         self.skipped: list[tuple[int, int]] = []  # (first, count) of the order's global batches that are left out
         # (image tokens, text tokens, samples) of filled micro-batches; the last is for larger samples than any seen
         self.fill_to = self._fill_to(max_text_tokens) if fill else None
+        self._check_size()
+
+    def _check_size(self) -> None:
+        """Look for a sample that no micro-batch holds among many of the index, before its turn comes hours later."""
+        for i in self.index.spread(_NUM_CHECKED):
+            for planned in every_language(self.index, i, self.max_pixels, self.reference_pixels):
+                if planned.num_tokens > self.max_tokens:
+                    raise ValueError(
+                        f"sample {self.index.key(i)} has {planned.num_tokens} tokens, and a micro-batch holds "
+                        f"{self.max_tokens}; raise --max_tokens_per_micro_batch, or lower --max_pixels (of edits with "
+                        "references: --reference_pixels)"
+                    )
 
     def skip(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Leave out global batches of the order as well: (first, count), counted as the order counts them."""

@@ -163,8 +163,8 @@ class Reader:
         if self.num_refused:
             remedy = f"{self.num_refused} samples hold --refused_words; shorten that list or leave them out of the data"
         raise BadDataError(
-            f"sample {key} is bad ({reason}), and no other of at most {planned.num_tokens} tokens can take its "
-            f"place: {remedy}"
+            f"sample {key} is bad ({reason}), and no other of at most {planned.num_tokens} tokens, or with "
+            f"pictures no larger, can take its place: {remedy}"
         )
 
     def fetch(self, planned: PlannedSample, needs_pixels: Callable[[str], bool]) -> "_Members":
