@@ -58,12 +58,13 @@ def checkpoints(folder, run, where):
     return f"s3://bucket/{run}" if where == "s3" else str(folder / run / "checkpoints")
 
 
-def train(folder, run, num_steps, where, mode, save_every):
+def train(folder, run, num_steps, where, mode, save_every, eval_every=0):
     """Run the script again and again until it is complete; return the exit codes and what was printed."""
     arguments = [
         "--run_folder", str(folder / run), "--cache_folder", str(folder / "cache"), "--data", "s3://bucket/a.tar",
         "--validation_data", "s3://bucket/a.tar", "--num_steps", str(num_steps), "--save_every", str(save_every),
-        "--global_batch_size", "4", "--lr_schedule", "constant", "--eval_every", "0", "--sample_every", "0",
+        "--global_batch_size", "4", "--lr_schedule", "constant", "--eval_every", str(eval_every),
+        "--eval_samples", "4", "--sample_every", "0",
         "--max_tokens_per_micro_batch", "60", "--log_every", "1", "--log_samples", "--hang_s", str(HANG_S),
         "--checkpoint_folder", checkpoints(folder, run, where), "--checkpoint_async", mode,
     ]  # fmt: skip
@@ -93,7 +94,11 @@ def check_the_same(folder, num_steps, where):
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     for name in ("metrics.jsonl", "samples_seen.jsonl"):
         kept = [
-            [{key: line.get(key) for key in ("step", "loss", "grad_norm", "samples")} for line in map(json.loads, file)]
+            [
+                {key: line.get(key) for key in ("step", "loss", "grad_norm", "samples")}
+                for line in map(json.loads, file)
+                if "val_loss" not in line
+            ]
             for file in (open(folder / run / name) for run in ("undisturbed", "disturbed"))
         ]
         assert kept[0] == kept[1] and [line["step"] for line in kept[0]] == list(range(num_steps))
@@ -117,12 +122,12 @@ def drawn(seed, num_steps=60, count=12):
     return places
 
 
-def check_continuation(folder, monkeypatch, places, num_steps, where, mode, save_every=SAVE_EVERY):
+def check_continuation(folder, monkeypatch, places, num_steps, where, mode, save_every=SAVE_EVERY, eval_every=0):
     """Compare a run with these faults with one that meets bad samples only, which belong to the data."""
     injected(monkeypatch, folder / "samples", "; ".join(p for p in places if p.startswith("badsample")))
-    train(folder, "undisturbed", num_steps, where, "none", save_every)
+    train(folder, "undisturbed", num_steps, where, "none", save_every, eval_every)
     faults = injected(monkeypatch, folder, "; ".join(places))
-    codes, printed = train(folder, "disturbed", num_steps, where, mode, save_every)
+    codes, printed = train(folder, "disturbed", num_steps, where, mode, save_every, eval_every)
     print(f"{'; '.join(places)}: exit codes {codes}")
     assert faults.names() == set(places) and codes[-1] == 0, printed
     check_the_same(folder, num_steps, where)
@@ -150,3 +155,15 @@ def test_sixty_steps_with_twelve_random_faults(tmp_path, monkeypatch, store, see
     codes, printed = check_continuation(tmp_path, monkeypatch, drawn(seed), 60, where, mode)
     assert HANG in codes and 137 in codes and "503" in store.struck, printed
     assert "stopping after this step: SIGTERM" in printed
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["none", "thread"])
+def test_faults_at_the_end_of_a_run(tmp_path, monkeypatch, store, mode):
+    """In a validation, in the last step, in the last save and after it."""
+    places = [
+        "kill@rank=1,step=3,phase=validation", "kill@rank=0,step=5,phase=optimizer",
+        "exit@rank=1,step=6,phase=checkpoint", "full=3@rank=0,step=6,phase=checkpoint",
+        "kill@rank=0,step=6,phase=validation",
+    ]  # fmt: skip
+    check_continuation(tmp_path, monkeypatch, places, 6, "local", mode, save_every=3, eval_every=3)

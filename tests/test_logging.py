@@ -208,10 +208,11 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path, capsys):
     assert capsys.readouterr().err.count("No space left on device; training goes on") == 1
 
 
-def test_a_log_file_that_cannot_be_written_is_named_once(tmp_path, capsys):
+@pytest.mark.parametrize("where", ["/dev/full", "/proc/none/train.log"])  # no room; cannot be made
+def test_a_log_file_that_cannot_be_written_is_named_once(tmp_path, capsys, where):
     run_log = RunLog(tmp_path, 9, 0, is_main=True)
     (tmp_path / "train.log").unlink(missing_ok=True)
-    (tmp_path / "train.log").symlink_to("/dev/full")
+    (tmp_path / "train.log").symlink_to(where)
     for _ in range(3):
         logging.getLogger("train").warning("a message")
     run_log.close()

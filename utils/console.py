@@ -26,6 +26,12 @@ class _File(logging.FileHandler):
 
     is_told = False
 
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # while it is opened, by its first message
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
