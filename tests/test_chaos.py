@@ -93,7 +93,7 @@ def test_what_is_read_from_a_run(outcome):
     disturbed.faults = parse_faults("kill@rank=1,step=6,phase=forward")
     cells = disturbed.cells(undisturbed)
     assert cells == ["1 × started again; 1 × saved, stopped, continued", "1.5", "8.0", "+21", "none"]
-    table = markdown(undisturbed, [disturbed], ["train_mmdit.py", "--num_steps", "9"], {"s3cut": "no store"})
+    table = markdown(undisturbed, [(disturbed, cells)], ["train_mmdit.py", "--num_steps", "9"], {"s3cut": "no store"})
     assert "`s3cut` was not rehearsed: no store." in table
     assert (
         "| kill: SIGKILL | 1, 6, forward | local disk | 1 × started again" in table

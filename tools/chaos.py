@@ -121,7 +121,7 @@ def main(cfg: Config, command: list[str]) -> None:
     undisturbed = launcher.run("undisturbed", [])
     if undisturbed.codes != [0]:
         raise ValueError(f"the undisturbed run ended with {undisturbed.codes}; see {undisturbed.folder}/printed.txt")
-    outcomes: list[Outcome] = []
+    outcomes: list[tuple[Outcome, list[str]]] = []
     for name, faults in planned.items():
         if places[name] == "s3" and why_no_store:
             left_out[name] = why_no_store
@@ -131,8 +131,9 @@ def main(cfg: Config, command: list[str]) -> None:
             print(f"{name}: no tmpfs can be mounted here (see --help): the fault hits what the ranks write", flush=True)
             places[name] = "local"
         print(f"{name} …", flush=True)
-        outcomes.append(launcher.run(name.replace(" ", "-"), faults, places[name], _FLAGS.get(name, ())))
-        print(f"  {outcomes[-1].summary(undisturbed)}", flush=True)
+        outcome = launcher.run(name.replace(" ", "-"), faults, places[name], _FLAGS.get(name, ()))
+        outcomes.append((outcome, outcome.cells(undisturbed)))
+        print(f"  {' | '.join(outcomes[-1][1])}", flush=True)
     text = markdown(undisturbed, outcomes, launcher.words, left_out)
     if cfg.table:
         write_table(Path(cfg.table), text)

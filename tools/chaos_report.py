@@ -82,10 +82,6 @@ class Outcome:
             words.append(f"ended with {self.codes[-1]} ({NAMES.get(self.codes[-1], 'no success')})")
         return "; ".join(filter(None, words)) or "went on"
 
-    def summary(self, undisturbed: "Outcome") -> str:
-        """One line."""
-        return " | ".join(self.cells(undisturbed))
-
     def cells(self, undisturbed: "Outcome") -> list[str]:
         """Return the row of the table: what happened, noticed, began again, the final weights, in all."""
         same = {True: "bitwise equal", False: "others", None: "none"}[self.weights_are_those_of(undisturbed)]
@@ -106,8 +102,13 @@ def newest_tensors(outcome: Outcome) -> tuple[int, dict[str, torch.Tensor]] | No
     return None if step is None else (step, checkpoint.load_tensors(storage.folder, step, ""))
 
 
-def markdown(undisturbed: Outcome, outcomes: list[Outcome], command: list[str], left_out: dict[str, str]) -> str:
-    """Return the table, with the command that it was made by.  left_out: kind of fault → why it has no row."""
+def markdown(
+    undisturbed: Outcome, outcomes: list[tuple[Outcome, list[str]]], command: list[str], left_out: dict[str, str]
+) -> str:
+    """Return the table, with the command that it was made by.
+
+    outcomes: each with its cells.  left_out: kind of fault → why it has no row.
+    """
     places = {"local": "local disk", "tmpfs": "tmpfs of its own", "s3": "S3"}
     lines = [
         "Made by `python -m tools.chaos`, of", "", "```", " ".join(command), "```", "",
@@ -119,14 +120,14 @@ def markdown(undisturbed: Outcome, outcomes: list[Outcome], command: list[str], 
         "| fault | rank, step, phase | checkpoints on | what happened | ended, s | next step, s | costs, s | weights |",
         "|---|---|---|---|---:|---:|---:|---|",
     ]  # fmt: skip
-    for outcome in outcomes:
+    for outcome, cells in outcomes:
         first = outcome.faults[0]
         if len({fault.kind for fault in outcome.faults}) == 1:
             where = ", ".join(str(fault.step) for fault in outcome.faults)
             what = [f"{first.kind}: {KINDS[first.kind]}", f"{first.rank}, {where}, {first.phase}"]
         else:
             what = [", ".join(fault.kind for fault in outcome.faults), f"{len(outcome.struck_at)} of them struck"]
-        lines.append(f"| {' | '.join([*what, places[outcome.place], *outcome.cells(undisturbed)])} |")
+        lines.append(f"| {' | '.join([*what, places[outcome.place], *cells])} |")
     lines += ["", *(f"`{kind}` was not rehearsed: {why}." for kind, why in left_out.items())] if left_out else []
     return "\n".join(lines) + "\n"
 
