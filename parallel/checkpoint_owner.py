@@ -7,6 +7,7 @@ there finds another's mark at its next save, and ends.
 
 import contextlib
 import json
+import logging
 import secrets
 import socket
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from utils.exit_codes import USER_ERROR, Stopped
 
 OWNER = "owner.json"
 RUN_ID = "run_id"
+log = logging.getLogger("train")
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,22 @@ class Owner:
 
     def superseded(self, storage: Storage) -> str | None:
         """Return why this start may not save any more, or None."""
-        other = _read(storage)
-        if other is None or other.start == self.start:  # what cannot be read is no one's
+        try:
+            other = _read(storage)
+        except OSError:  # the save will hardly succeed either, and counts its failures
+            return None
+        if other is None or other.start == self.start:
             return None
         return f"{storage.folder} has been taken over by a later start, on {other.host} ({other.run_folder})"
 
 
-def claim(storage: Storage, run_folder: Path | str) -> Owner:
+def claim(storage: Storage, run_folder: Path | str) -> Owner | None:
     """Make the checkpoints this start's; every rank takes part.
 
     They are the same run's if its folder holds their run's id or, where it holds none, as on a new host, if it has the
     same path.
-    Raises: ValueError, on every rank, if they are another run's, or the folder cannot be written.
+    Returns None, with a warning, if the folder cannot be written now.
+    Raises: ValueError, on every rank, if they are another run's, or it cannot be read whose they are.
     """
     try:
         owner, problem = on_main(lambda: _claim(storage, Path(run_folder).absolute()))
@@ -74,7 +80,11 @@ def _claim(storage: Storage, run_folder: Path) -> tuple[Owner | None, str | None
         run_folder.mkdir(parents=True, exist_ok=True)
         file.write_text(run + "\n", encoding="utf-8")
     owner = Owner(run, str(run_folder), secrets.token_hex(8), socket.gethostname())
-    storage.replace(OWNER, json.dumps(vars(owner)).encode())
+    try:
+        storage.replace(OWNER, json.dumps(vars(owner)).encode())
+    except OSError as error:  # a full disk may get room at the next save
+        log.warning("another run in %s will not be noticed: %s cannot be written: %s", storage.folder, OWNER, error)
+        return None, None
     return owner, None
 
 

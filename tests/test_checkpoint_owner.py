@@ -86,7 +86,11 @@ def test_folders_of_before_and_damaged_or_deleted_owners_are_no_obstacle(tmp_pat
         assert step == 5 and tensors["model.a"].tolist() == [7.0] * 3
     file.unlink()
     saver.save(6, tensors, {"step": 6})
-    assert saver.saved_step == 6
+    file.mkdir()  # it can be neither read nor written
+    saver.save(7, tensors, {"step": 7})
+    assert saver.saved_step == 7 and saver.num_failures == 0
+    with pytest.raises(ValueError, match="cannot be used for checkpoints"):
+        claim(open_storage(tmp_path / "shared"), tmp_path / "run")
 
 
 def claim_on_two_ranks(rank, num_ranks, folder):
@@ -94,8 +98,7 @@ def claim_on_two_ranks(rank, num_ranks, folder):
     with pytest.raises(ValueError, match="holds the checkpoints of another run"):
         claim(open_storage(folder / "shared"), folder / "two")
     (folder / "file").touch()
-    with pytest.raises(ValueError, match="cannot be used for checkpoints"):
-        claim(open_storage(folder / "file"), folder / "one")
+    assert claim(open_storage(folder / "file"), folder / "one") is None  # it cannot be written: a warning
     first, tensors = CheckpointSaver(folder / "shared"), {f"rank{rank}.a": torch.ones(2)}
     first.claim(folder / "one")
     CheckpointSaver(folder / "shared").claim(folder / "one")
