@@ -3,8 +3,9 @@
 They share the machine's files, as hosts of a cluster share theirs.  Needs root and iproute2.
 """
 
-import itertools
 import os
+import random
+import secrets
 import signal
 import subprocess
 from pathlib import Path
@@ -13,8 +14,6 @@ import pytest
 
 from tests.deploy.programs import require
 
-_numbers = itertools.count()  # of the clusters of this process
-
 
 class Hosts:
     """`names` as hosts, each with the address `address[name]`; the machine itself is `gateway`, as a login node."""
@@ -22,8 +21,8 @@ class Hosts:
     def __init__(self, names: list[str], folder: Path):
         require("ip", "nsenter", "unshare", root=True)
         # Names of interfaces have at most 15 characters, and must not clash with those of another test process.
-        self._id = f"{os.getpid()}{next(_numbers)}"
-        subnet = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
+        self._id = secrets.token_hex(4)
+        subnet = _free_subnet()
         self.gateway = f"{subnet}.1"
         self.address = {name: f"{subnet}.{11 + i}" for i, name in enumerate(names)}
         self.namespaces = {name: f"t{self._id}-{name}" for name in names}
@@ -91,6 +90,15 @@ class Hosts:
     def mend(self, name: str) -> None:
         """Put the cable back."""
         _ip(f"link set {self._link[name]} up")
+
+
+def _free_subnet() -> str:
+    """Return the first three numbers of a network that no interface of this machine has."""
+    taken = subprocess.run(["ip", "-4", "addr"], check=True, capture_output=True, text=True).stdout
+    while True:
+        subnet = f"10.{random.SystemRandom().randrange(200, 250)}.{random.SystemRandom().randrange(250)}"
+        if f"{subnet}." not in taken:
+            return subnet
 
 
 def _ip(arguments: str) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from tests.deploy.hosts import Hosts
 from tests.deploy.programs import require, wait_for
+from tests.free_ports import free_ports
 
-# Backfill and long credentials are for busy clusters; a requeued job waits for its credential to expire.
+# Backfill and long credentials are for busy clusters; a requeued job waits for its credential to expire.  CR_Core:
+# otherwise a job takes all of a node's memory, and jobs side by side wait for each other.
 _CONFIG = """
 ClusterName=test
 SlurmctldHost={controller}({address})
@@ -28,12 +30,14 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
 GresTypes=gpu
 SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 KillWait=5
+MinJobAge=86400
 SlurmdTimeout=10
 SlurmdParameters=config_overrides
 {nodes}
@@ -59,7 +63,7 @@ class Slurm:
         (folder / "slurm.conf").write_text(
             _CONFIG.format(
                 controller=os.uname().nodename.partition(".")[0], address=self.hosts.gateway, folder=folder,
-                port=16817 + os.getpid() % 1000, slurmd_port=18817,
+                port=free_ports(), slurmd_port=18817,
                 nodes="\n".join(
                     f"NodeName={name} NodeHostname={name} NodeAddr={address} CPUs=8 Gres=gpu:8 State=UNKNOWN"
                     for name, address in self.hosts.address.items()
@@ -76,11 +80,11 @@ class Slurm:
             f"--log-file={folder}/munge.log", f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/munge.seed",
         ]  # fmt: skip
         self._daemons.append(subprocess.Popen(munged, **options))
-        wait_for(lambda: (folder / "munge.sock").exists(), 10, "munge")
+        wait_for(lambda: (folder / "munge.sock").exists(), 60, "munge")
         self._daemons.append(subprocess.Popen(["slurmctld", "-D", "-f", f"{folder}/slurm.conf"], **options))
         for name in self.hosts.address:
             self.start_node(name)
-        wait_for(lambda: self("sinfo", "-h", "-o", "%T", check=False).split() == ["idle"], 30, "idle Slurm nodes")
+        wait_for(lambda: self("sinfo", "-h", "-o", "%T", check=False).split() == ["idle"], 90, "idle Slurm nodes")
         return self
 
     def __exit__(self, *_) -> None:
@@ -99,7 +103,8 @@ class Slurm:
 
     def __call__(self, *command: str, check: bool = True, **options) -> str:
         """Run a command of a login node and return what it prints."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, **options)
+        options = {"env": self.environment, "timeout": 240} | options
+        done = subprocess.run(command, capture_output=True, text=True, **options)
         assert done.returncode == 0 or not check, done.stderr
         return done.stdout
 

@@ -5,7 +5,6 @@ import io
 import json
 import math
 import re
-import socket
 import string
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import torch
 from PIL import Image
 
 from tests.deploy.browser import CHROMIUM, Browser
+from tests.free_ports import free_ports
 from utils.logging import RunLog
 from utils.run_options import RunOptions
 
@@ -67,9 +67,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=["true", "false"], ids=["data-server", "python"])
 def board(request, run):
     """Return the address of TensorBoard, with either of its two readers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports()
     command = ["-m", "tensorboard.main", "--logdir", str(run), "--host", "127.0.0.1", "--port", str(port)]
     log = (run / "board.log").open("w")
     process = subprocess.Popen(
