@@ -187,6 +187,9 @@ def test_what_the_script_says_itself_stays():
     [
         ({"nodes": 0}, "--nodes"), ({"kind": "pod"}, "job, jobset, trainjob"), ({"name": "Ä"}, "--name"),
         ({"name": "x" * 48}, "at most 47"), ({"shm_gib": 512}, "--shm_gib"), ({"gpus": -1}, "--gpus"),
+        ({"namespace": "Team A"}, "--namespace must be"), ({"namespace": "x" * 64}, "at most 63"),
+        ({"image": ""}, "--image"), ({"image": "a b"}, "got 'a b'"), ({"data_claim": "/data"}, "--data_claim"),
+        ({"runs_claim": ""}, "--runs_claim"),
     ],
     ids=str,
 )  # fmt: skip

@@ -77,6 +77,10 @@ def test_the_file_is_clean(settings, tmp_path):
         ({"time": "10 h"}, "DAYS-HOURS"), ({"time": "15"}, "--time 15 leaves less"),
         ({"time": "0-0:19:59"}, "leaves less"), ({"time": "19:59"}, "leaves less"),
         ({"time": "00:19:59"}, "leaves less"), ({"sbatch": ("--mem=0",)}, "without --"),
+        ({"sbatch": ("nodes=3",)}, "say it with --nodes"), ({"sbatch": ("exclusive",)}, "say it with --exclusive"),
+        ({"array": "0..7"}, "0-7%2, got '0..7'"), ({"array": "%a"}, "--array must be"), ({"array": "0-7%0"}, "--array"),
+        ({"partition": "gpu\n#SBATCH --nodes=99"}, "--partition must be one line"),
+        ({"job_name": "a\tb"}, "--job_name must be one line"),
     ],
     ids=str,
 )  # fmt: skip

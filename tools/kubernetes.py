@@ -22,6 +22,7 @@ FOLDER = Path(__file__).parent.parent / "deploy/k8s"
 KINDS = ("job", "jobset", "trainjob")
 PORT = 29400  # where the pods meet
 METRICS_PORT = 9870
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ def manifests(cfg: Config, command: Sequence[str]) -> list[dict]:
     check_values(cfg, ("nodes", "processes", "cpus", "memory_gib", "shm_gib", "cache_gib", "grace_s"), {"kind": KINDS})
     if cfg.gpus < 0:
         raise ValueError(f"--gpus must be at least 0, got {cfg.gpus}")
+    for field, most in (("namespace", 63), ("data_claim", 253), ("runs_claim", 253)):
+        given = getattr(cfg, field)
+        if (given or field == "runs_claim") and (len(given) > most or not _LABEL.fullmatch(given)):
+            raise ValueError(f"--{field} must be a-z, 0-9 and -, at most {most} characters; got {given!r}")
+    if not re.fullmatch(r"\S+", cfg.image):
+        raise ValueError(f"--image must be a name such as registry.example.com/train:1, got {cfg.image!r}")
     if cfg.shm_gib >= cfg.memory_gib:
         raise ValueError(f"--shm_gib {cfg.shm_gib} is part of the memory, so it must be less than {cfg.memory_gib}")
     name = cfg.name or re.sub(r"[^a-z0-9]+", "-", run_name(command).lower()).strip("-")

@@ -19,6 +19,11 @@ from utils.config import run_main
 
 TEMPLATE = Path(__file__).parent.parent / "deploy/slurm/train.sbatch"
 FOLDER = Path("runs/slurm")
+# What a flag of ours decides, since more than one line depends on it.
+_OURS = {
+    "nodes": "nodes", "gpus-per-node": "gpus", "time": "time", "signal": "save_s", "array": "array",
+    "job-name": "job_name", "partition": "partition", "account": "account", "exclusive": "exclusive",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,14 @@ def _check(cfg: Config) -> None:
         raise ValueError(
             f"--time {cfg.time} leaves less time to train than to save (--save_s {cfg.save_s}); raise it, lower that"
         )
+    for name in ("partition", "account", "job_name"):
+        if not getattr(cfg, name).isprintable():
+            raise ValueError(f"--{name} must be one line of text, got {getattr(cfg, name)!r}")
+    if cfg.array and not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", cfg.array):
+        raise ValueError(f"--array must be task numbers such as 0-7, 1,3,5 or 0-7%2, got {cfg.array!r}")
     for option in cfg.sbatch:
+        if (flag := _OURS.get(option.partition("=")[0])) is not None:
+            raise ValueError(f"--sbatch {option}: say it with --{flag}, which the batch file's other lines follow")
         if not re.fullmatch(r"[a-z][a-z-]+(=.+)?", option):
             raise ValueError(f"--sbatch takes NAME=VALUE or NAME, without --, such as constraint=h100; got {option!r}")
 
