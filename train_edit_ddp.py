@@ -278,7 +278,7 @@ def main(cfg: Config) -> None:
     if state is not None:
         plan.load_state(state["data"])
     plan.skip(skipped_stretches(folder))
-    settings, timer = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), PhaseTimer(device)
+    settings, timer = SamplerSettings(cfg.sample_steps, cfg.sample_cfg_scale), PhaseTimer(device, cfg)
     watched = cfg, timer, saver, Probe(device, cfg.metrics_port and cfg.probe_every)
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), rank, *watched)
     reading = sizes | seen_at | {"max_bad_samples": cfg.max_bad_samples, "refused_words": cfg.refused_words}
@@ -345,10 +345,12 @@ def main(cfg: Config) -> None:
                         backward_through_states(loss, states, guides)
                     tallies["plan_loss"].add(plans.loss_per_sample, answered, *rows)
         # Clip.  The sums over all ranks make all see the same losses and norms, so all take the step or none
-        norms = {n: clip_grad_norm(p.values(), cfg.max_grad_norm).item() for n, p in trained.items()}
+        most, phase = cfg.max_grad_norm, timer.phase
+        norms = {n: clip_grad_norm(p.values(), most, waiting=phase("communication")).item() for n, p in trained.items()}
         local = [number for tally in tallies.values() for number in tally.sums()]
         local += [tokens, len(reader.bad_samples), reader.num_refused, *guard.stop.flags()]
-        *sums, tokens, num_bad, num_refused = guard.stop.agree(all_reduce_sum(local, device))
+        with timer.phase("communication"):
+            *sums, tokens, num_bad, num_refused = guard.stop.agree(all_reduce_sum(local, device))
         means = tallies["loss"].means(sums[: len(sums) // 2], "loss")
         means |= tallies["plan_loss"].means(sums[len(sums) // 2 :], "plan_loss")
         norms = {f"{name}_grad_norm": norm for name, norm in norms.items()}

@@ -286,7 +286,7 @@ def main(cfg: Config) -> None:
     if state is not None:
         plan.load_state(state["data"])
     plan.skip(skipped_stretches(folder))
-    timer, peak = PhaseTimer(device), device_peak(device, dtype)
+    timer, peak = PhaseTimer(device, cfg), device_peak(device, dtype)
     watched = cfg, timer, saver, Probe(device, cfg.metrics_port and cfg.probe_every)
     run_log = RunLog(folder, cfg.num_steps, start_step, is_main(), dist.get_rank(), *watched)
     reading = cfg.max_pixels, cfg.max_bad_samples, open_shard_cache(cache / "shards", cfg.shard_cache_gib), None
@@ -350,9 +350,10 @@ def main(cfg: Config) -> None:
             fillers += batch.layout.num_filler_tokens
             tokens += batch.num_tokens
         # Clip.  The sums over all ranks make all see the same loss and norm, so all decide alike; peers count alike
-        norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm).item()
+        norm = clip_grad_norm(model.parameters(), cfg.max_grad_norm, waiting=timer.phase("communication")).item()
         local = [*tally.sums(), tokens, fillers, flops, len(reader.bad_samples), reader.num_refused, text.num_truncated]
-        totals = guard.stop.agree(all_reduce_sum([*local, *guard.stop.flags()], device))
+        with timer.phase("communication"):
+            totals = guard.stop.agree(all_reduce_sum([*local, *guard.stop.flags()], device))
         *sums, tokens, fillers, flops, bad, refused, cut = (n / num_peers for n in totals)
         loss = (means := tally.means(sums, "loss"))["loss"]
         run_log.check(step, bad, cfg.max_bad_samples)

@@ -39,9 +39,9 @@ class CheckpointSaver:
     A save that fails is a warning with a count; after `max_failures` in a row, or if it is the last, it is an error.
 
     saved_step: the newest step that this saver knows to be published, None at first.  num_failures: failed saves so
-    far.  last_save_s: how long the save of saved_step took until it was published, 0 at first.  last_copy_wait_s: how
-    long training waited for its copy, after the call of `save`.  saving_since: time.monotonic() of a save that goes on,
-    or None.
+    far.  last_save_s: how long the save of saved_step took until it was published, 0 at first and if it was there
+    before.  last_copy_wait_s: how long training waited for its copy, after the call of `save`.  saving_since:
+    time.monotonic() of a save that goes on, or None.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class CheckpointSaver:
                 f"checkpoint of step {step}: the state differs between ranks; what belongs to one goes to rank_state"
             )
         if of_ranks[0][3]:
-            self.saved_step = step
+            self.saved_step, self.last_save_s = step, 0.0
             return
         if any(other[2] for other in of_ranks):
             self._plan(tensors)

@@ -1,6 +1,7 @@
 """The gradient's norm over any mixture of meshes, and clipping by it."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,11 @@ from parallel.slices import num_shards
 
 
 @torch.no_grad()
-def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+def grad_norm(parameters: Iterable[Tensor], waiting: AbstractContextManager | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients as if they were one vector on one device.
 
     Parameters may be plain (the same on every rank) or DTensors on any mesh that spans all ranks, sharded or
-    replicated; those without a gradient are skipped.  One collective in all.
+    replicated; those without a gradient are skipped.  One collective in all, around which `waiting` is entered.
     Returns a 0-dim tensor, equal on every rank, float32 (float64 for float64 gradients).
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -31,19 +32,23 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     shares = torch.tensor([num_shards(g) / world_size for g in gradients], dtype=squares.dtype, device=squares.device)
     total = squares @ shares
     if world_size > 1:
-        dist.all_reduce(total)
+        with waiting or nullcontext():
+            dist.all_reduce(total)
     return total.sqrt()
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None,
+    waiting: AbstractContextManager | None = None,
+) -> Tensor:  # fmt: skip
     """Scale all gradients in place so that their common norm is at most `max_norm`.
 
-    norm: what `grad_norm` returned for these gradients, if it has been called.
+    norm: what `grad_norm` returned for these gradients, if it has been called.  waiting: as there.
     Returns the norm before clipping.  Never waits for the device.
     """
     parameters = list(parameters)
-    norm = grad_norm(parameters) if norm is None else norm
+    norm = grad_norm(parameters, waiting) if norm is None else norm
     gradients = _local([p.grad for p in parameters if p.grad is not None])
     if gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -24,6 +24,7 @@ from tensorboard.summary.writer import event_file_writer
 from utils import logging as run_logging
 from utils.console import ONCE
 from utils.logging import RunLog
+from utils.run_options import RunOptions
 
 REPOSITORY = Path(__file__).parent.parent
 PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
@@ -95,6 +96,13 @@ def test_non_finite_numbers_are_null_in_the_file_and_themselves_on_the_curve(tmp
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": None, "grad_norm": None, "lr": 0.1}]
     assert math.isnan(curve(tmp_path, "train/loss")[0][1])
     assert curve(tmp_path, "optimizer/grad_norm") == [(0, math.inf)]
+
+
+def test_where_no_step_is_logged_nothing_is_kept_for_it(tmp_path):
+    run_log = RunLog(tmp_path, 2, 0, is_main=True, config=RunOptions(log_every=0))
+    run_log.observe(t=[0.5])
+    assert not run_log._observed
+    run_log.close()
 
 
 def test_every_line_is_on_disk_at_once(tmp_path):

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from tests.test_monitor import free_port, scrape
+from tests.free_ports import free_ports
+from tests.test_monitor import scrape
 from tools.grafana import dashboard_text
 from utils import machine_state
 from utils.monitor import Monitor
@@ -20,6 +24,7 @@ REPOSITORY = Path(__file__).parent.parent
 RULES = yaml.safe_load((REPOSITORY / "deploy/prometheus/rules.yaml").read_text())["groups"][0]["rules"]
 DASHBOARD = json.loads((REPOSITORY / "deploy/grafana/training.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+register_default_plugins()  # the models of panels and queries
 NAME = re.compile(r"\btrainer_[a-z0-9_]+\b")
 
 
@@ -37,12 +42,13 @@ def exported(tmp_path_factory):
         patch.setattr(torch.cuda, name, lambda: True)
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         patch.setattr(torch.cuda, name, lambda: 2**30)
-    monitor = Monitor("run", port=free_port(), disk=str(tmp_path_factory.mktemp("disk")))
+    monitor = Monitor("run", port=free_ports(), disk=str(tmp_path_factory.mktemp("disk")))
     monitor.plan(100, 0, 10, 50)
     for step in (1, 2):
         monitor.step(step, {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "samples": 4, "step_s": 0.1, "data_wait_s": 0.0})
     monitor.validation({"val_loss": 1.0})
     monitor.checkpoint(1.0, 1.0, 100)
+    monitor.communication({"forward": 0.25})
     monitor.probe({"compute": 0.1, "all": 0.1})
     monitor.watch(lambda: {"trainer_data_queue_length": 2})
     found = scrape(monitor.port)
@@ -88,6 +94,30 @@ def test_the_dashboard_can_be_provisioned_and_linked_to(exported):
     for a, b in itertools.combinations([panel["gridPos"] for panel in DASHBOARD["panels"]], 2):
         apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
         assert apart or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"], (a, b)
+
+
+def test_grafana_knows_every_field_of_the_dashboard():
+    """Read into the models that Grafana publishes of its schema and written again: a misspelt field would be lost."""
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
+
+    def lost(ours, theirs, path=""):
+        if isinstance(ours, dict):
+            for key, value in ours.items():
+                yield from lost(value, theirs[key], f"{path}.{key}") if key in theirs else [f"{path}.{key}"]
+        elif isinstance(ours, list):
+            assert len(ours) == len(theirs), path
+            for mine, other in zip(ours, theirs, strict=True):
+                yield from lost(mine, other, path)
+        elif ours != theirs:
+            yield path
+
+    # Annotations have more fields, which belong to the data source: Prometheus' are not in the models.
+    own = ("target.refId", "target.expr", "target.interval", "useValueForTime", "titleFormat")
+    assert set(lost(DASHBOARD, read)) == {f".annotations.list.{name}" for name in own}
+    misspelt = json.loads(json.dumps(DASHBOARD).replace('"fillOpacity"', '"fillOpacty"'))
+    assert misspelt != DASHBOARD
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(misspelt)))
+    assert len(set(lost(misspelt, read))) > len(own)
 
 
 def test_every_alert_is_tested_and_described():

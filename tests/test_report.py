@@ -160,15 +160,25 @@ def test_points_lie_where_the_numbers_say_and_no_peak_is_lost():
     assert (y0 - peak_y) / (y0 - y1) == pytest.approx(8.0, rel=0.01)  # 9 - 1 over 2 - 1
 
 
+def test_exposed_communication_is_a_phase_of_its_own(tmp_path):
+    lines = [{"step": s, "step_s": 0.5, "forward_s": 0.3, "communication_s": 0.1} for s in (0, 10)]
+    lines[1]["forward_exposed"] = 0.5
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    phases = {name: round(s, 9) for name, s in read_run(tmp_path).phases().items()}
+    assert phases == {"forward": 0.15, "communication": 0.25, "other": 0.1}
+
+
 def test_runs_of_other_shapes(tmp_path):
     """A run that has just begun, one that stands in its first line, and no run at all."""
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.json").write_text("{}")
+    (tmp_path / "new" / "samples").mkdir()
+    (tmp_path / "new" / "samples" / "step-00000001.png").write_bytes(b"\x89PNG half")
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "metrics.jsonl").write_text('{"step": 0, "loss": 1.5}\n{"step": 1, "lo')
     report.main(report.Config(runs=(str(tmp_path / "new"), str(tmp_path / "torn"))))
     text = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
-    assert "1.5" in "".join(Page(text).text)
+    assert "1.5" in "".join(Page(text).text) and "step 1: the picture cannot be read" in "".join(Page(text).text)
     with pytest.raises(ValueError, match="is no run folder"):
         report.main(report.Config(runs=(str(tmp_path),)))
     with pytest.raises(ValueError, match="name at least one"):

@@ -133,7 +133,13 @@ def _panels() -> dict[str, list[dict]]:
             _curves("Phases", "s",
                     (f"sum by (phase) ({paid}) / ignoring (phase) group_left "
                      f"sum ({_per_second('trainer_step', RANK)} > 0)", "{{phase}}"), stacked=True, least=0,
-                    note="Mean seconds of a step and rank in each phase; on GPUs the device's time."),
+                    note="Mean seconds of a step and rank in each phase, exposed communication apart; on GPUs the "
+                         "device's time."),
+            _curves("Exposed communication", "percentunit",
+                    (f"max by (phase, rank) (trainer_exposed_communication_ratio{{{RANK}}})",
+                     "rank {{rank}} {{phase}}"),
+                    least=0, most=1,
+                    note="Share of a phase in which the rank communicates and computes nothing; one step in 200."),
             _curves("Step time", "s",
                     (f"max by (run) (trainer_step_seconds{{{RANK}}})", "{{run}} last"),
                     (f"max by (run) (trainer_step_p99_seconds{{{RANK}}})", "{{run}} 99th percentile"), least=0,

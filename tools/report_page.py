@@ -147,8 +147,9 @@ def _pictures(runs: Sequence[Run]) -> str:
         if not chosen:
             continue
         figures = "".join(
-            f'<figure><img src="{_picture(run.pictures[step])}" alt="samples of step {step}">'
-            f"<figcaption>step {step:,}</figcaption></figure>"
+            f'<figure><img src="{picture}" alt="samples of step {step}"><figcaption>step {step:,}</figcaption></figure>'
+            if (picture := _picture(run.pictures[step]))
+            else f"<figure><figcaption>step {step:,}: the picture cannot be read</figcaption></figure>"
             for step in chosen
         )
         left = f"{len(chosen)} of {len(steps)}" if len(steps) > len(chosen) else ""
@@ -158,9 +159,12 @@ def _pictures(runs: Sequence[Run]) -> str:
 
 
 def _picture(path: Path) -> str:
-    """Return a picture as a data URL, scaled down if it is large."""
-    with Image.open(path) as opened:
-        image = opened.convert("RGB")
+    """Return a picture as a data URL, scaled down if it is large; "" if it is damaged or only half written."""
+    try:
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
+    except OSError:
+        return ""
     image.thumbnail((_PICTURE_WIDTH, 4 * _PICTURE_WIDTH), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     image.save(file, "WEBP", quality=85)

@@ -6,11 +6,13 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from utils.exposed_communication import without_communication
 from utils.goodput import STATES
 from utils.run_events import read_events
 
 Curve = tuple[list[int], list[float]]  # steps, values
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) (.*)")
+_EXPOSED = "_exposed"
 _STEP_PICTURE = re.compile(r"step-(\d+)\.png")
 
 
@@ -59,7 +61,10 @@ class Run:
         return total
 
     def phases(self) -> dict[str, float]:
-        """Mean seconds of a step by phase, over the logged steps; `other` is the rest of the step."""
+        """Mean seconds of a step by phase, over the logged steps; `other` is the rest of the step.
+
+        Exposed communication is a phase of its own where steps were profiled (--metrics_port).
+        """
         steps, seconds = self.curves.get("step_s", ([], []))
         if not steps:
             return {}
@@ -69,6 +74,8 @@ class Run:
             for name, (_, values) in self.curves.items()
             if name.endswith("_s") and not name.endswith("_per_s") and name != "step_s" and name not in between
         }
+        exposed = {name.removesuffix(_EXPOSED): of for name, (_, of) in self.curves.items() if name.endswith(_EXPOSED)}
+        means = without_communication(means, {phase: sum(of) / len(of) for phase, of in exposed.items()})
         return means | {"other": max(0.0, sum(seconds) / len(steps) - sum(means.values()))}
 
 

@@ -51,6 +51,7 @@ class RunLog:
         self.folder, self.num_steps, self.start_step, self.is_main = folder, num_steps, start_step, is_main
         config = config or RunOptions()
         check_wandb(config.wandb)
+        self._log_every = config.log_every
         set_up_logging(folder, is_main, rank)
         self.events = RunEvents(folder)
         self._timer, self._probe = timer or PhaseTimer(torch.device("cpu")), probe
@@ -79,6 +80,8 @@ class RunLog:
     def _watch(self, rank: int, config: RunOptions) -> Monitor:
         """Return this rank's monitor, which knows what became of the run until now; rank 0 notes that it starts."""
         history, last = self.events.read(), self.events.last_step()
+        if not self.is_main and history and history[-1]["event"] == "start" and history[-1]["time"] >= PROCESS_BEGAN:
+            history.pop()  # rank 0 was faster: that is this start
         reason = restart_reason(history)
         # Nobody waited for a run that was finished.
         down_since = last[1] if last is not None and reason != "finished" else PROCESS_BEGAN
@@ -108,6 +111,8 @@ class RunLog:
         self.monitor.validation(values)
         if not self.is_main:
             return
+        if "step_s" in values:
+            values = values | {f"{phase}_exposed": share for phase, share in self._timer.exposed.shares.items()}
         line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()}
         with self._lossy():
             self._metrics.write(json.dumps(line) + "\n")
@@ -127,9 +132,9 @@ class RunLog:
     def observe(self, **values) -> None:
         """Keep numbers whose distribution TensorBoard shows at the next logged step; tensors or lists, of rank 0 alone.
 
-        Nothing is read from the device before that step.
+        Nothing is read from the device before that step; where no step is logged, nothing is kept.
         """
-        if self.is_main:
+        if self.is_main and self._log_every:
             for name, numbers in values.items():
                 kept = self._observed.setdefault(name, [])
                 if sum(map(len, kept)) < _MAX_OBSERVED:
@@ -143,6 +148,7 @@ class RunLog:
         if numbers is not None:
             self.monitor.step(step, values | numbers)
             self.monitor.probe(self._probe(step))
+            self.monitor.communication(self._timer.exposed.shares)
         if self._saves is not None:
             self._saves.look()
         if not self.is_main:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from utils.counts import counts
+from utils.exposed_communication import without_communication
 from utils.goodput import Goodput
 from utils.machine_state import machine_state
 from utils.monitor_metrics import METRICS, Key, MetricsCollector
@@ -41,6 +42,7 @@ class Monitor:
         self._values: dict[Key, float] = {}
         self._intervals: deque[float] = deque(maxlen=_NUM_INTERVALS)
         self._sources: list[Callable[[], Mapping[str, float]]] = [lambda: machine_state(disk)]
+        self._communication: dict[str, float] = {}
         self._save_every = 0
         self._lock = threading.Lock()
         self._warned: set[str] = set()
@@ -112,7 +114,7 @@ class Monitor:
         """Count and return {phase: seconds} of numbers named as in metrics.jsonl."""
         names = (name for name in numbers if name.endswith("_s") and not name.endswith("_per_s") and name != "step_s")
         phases = {name[:-2]: numbers[name] for name in names}
-        for phase, seconds in phases.items():
+        for phase, seconds in without_communication(phases, self._communication).items():
             self.add("trainer_phase_seconds_total", seconds, phase)
         return phases
 
@@ -142,6 +144,10 @@ class Monitor:
         self.set("trainer_checkpoint_bytes", num_bytes)
         self.set("trainer_checkpoint_last_success_timestamp_seconds", time.time())
 
+    def checkpoint_found(self) -> None:
+        """Note that the checkpoint of this step was there before, and is whole."""
+        self.set("trainer_checkpoint_last_success_timestamp_seconds", time.time())
+
     def checkpoint_failed(self, amount: int = 1) -> None:
         """Count saves that were not published."""
         self.add("trainer_checkpoint_failures_total", amount)
@@ -153,6 +159,12 @@ class Monitor:
                 self.set("trainer_compute_probe_seconds", value)
             else:
                 self.set("trainer_all_reduce_probe_seconds", value, name)
+
+    def communication(self, shares: Mapping[str, float]) -> None:
+        """Note which share of each phase is exposed communication; the phases' seconds are told apart by it."""
+        self._communication = dict(shares)
+        for phase, share in shares.items():
+            self.set("trainer_exposed_communication_ratio", share, phase)
 
     def watch(self, source: Callable[[], Mapping[str, float]]) -> None:
         """Ask `source` for {metric: number} at each scrape, in the server's thread; it must be quick."""

@@ -39,7 +39,13 @@ METRICS: dict[str, Metric] = {
     # Time
     "trainer_step_seconds": Metric("Time of the last step, without checkpoints and validation."),
     "trainer_step_p99_seconds": Metric("99th percentile of the last 1000 steps' times."),
-    "trainer_phase_seconds_total": Metric("Time by phase of the step; on GPUs that of the device.", "phase"),
+    "trainer_phase_seconds_total": Metric(
+        "Time by phase of the step, exposed communication apart; on GPUs that of the device.", "phase"
+    ),
+    "trainer_exposed_communication_ratio": Metric(
+        "Share of a phase's time in which this rank communicated and computed nothing, in the last profiled step.",
+        "phase",
+    ),
     "trainer_in_phase": Metric("1 while the process is in this phase between steps.", "phase", BETWEEN_STEPS),
     # Probes
     "trainer_all_reduce_probe_seconds": Metric("Median time of a small all-reduce.", "group"),
@@ -58,7 +64,7 @@ METRICS: dict[str, Metric] = {
     "trainer_checkpoint_verify_failures_total": Metric("Checkpoints found damaged."),
     # Data
     "trainer_data_errors_total": Metric("Reads that did not give what was asked for.", "kind", DATA_ERRORS),
-    "trainer_data_retries_total": Metric("Reads that were tried again."),
+    "trainer_data_retries_total": Metric("Reads tried again here; what obstore tries again by itself is not known."),
     "trainer_samples_skipped_total": Metric("Samples of the run that could not be used and were replaced."),
     "trainer_samples_skipped_budget": Metric("How many may be, before the run stops."),
     "trainer_data_queue_length": Metric("Steps read ahead."),

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from utils.exposed_communication import ExposedCommunication
 from utils.fault_injection import injected_faults
+from utils.run_options import RunOptions
 
 
 class Position(NamedTuple):
@@ -27,15 +29,17 @@ class PhaseTimer:
     Entering a phase is also where faults are injected (`utils.fault_injection`), if the environment asks for any.
 
     current: the phase under way, or None.  position: the same in more detail.  Other threads may read both.
+    exposed: how much of each phase is communication alone, from a step now and then, if the options ask for metrics.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, options: RunOptions | None = None):
         self.current: str | None = None
         self.position = Position(-1, 0, "start", time.monotonic())
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._faults = injected_faults()
+        self.exposed = ExposedCommunication(device, options.profile_every if options and options.metrics_port else 0)
 
     def begin_step(self, step: int) -> None:
         """Say that what follows belongs to `step`."""
@@ -46,6 +50,11 @@ class PhaseTimer:
         """Add the time of the block to phase `name`."""
         outer = self.current
         self._move(name, name)
+        with self.exposed.phase(self.position.step, name), self._timed(name, outer):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str, outer: str | None) -> Iterator[None]:
         try:
             if self._faults is not None:
                 self._faults.strike(self.position.step, name)

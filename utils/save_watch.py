@@ -14,7 +14,7 @@ class Saver(Protocol):
 
     saved_step: int | None  # the newest published
     num_failures: int
-    last_save_s: float  # of saved_step, until it was published
+    last_save_s: float  # of saved_step, until it was published; 0 if it was there before
     last_copy_wait_s: float  # of saved_step: how long training waited for its copy after the call
     num_bytes: int  # of a checkpoint, over all ranks
     saving_since: float | None  # time.monotonic() of a save that goes on
@@ -57,6 +57,9 @@ class SaveWatch:
         stall_s = self._stalls.pop(step, 0.0) + saver.last_copy_wait_s
         duration_s, num_bytes = saver.last_save_s, saver.num_bytes
         self._stalls = {other: stall for other, stall in self._stalls.items() if other > step}
+        if not duration_s:  # it was there before, of an earlier start, and is whole: no save to tell of
+            self._monitor.checkpoint_found()
+            return
         self._monitor.checkpoint(stall_s, duration_s, num_bytes)
         if self._events is not None:
             times = {"stall_s": round(stall_s, 4), "duration_s": round(duration_s, 4)}

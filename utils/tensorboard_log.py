@@ -28,7 +28,7 @@ def tag(name: str) -> str:
             return f"{kind}/{name}"
         axis = "time" if re.fullmatch(r"t\d+", label) else "language" if label in _LANGUAGES else "category"
         return f"{kind}_by_{axis}/{name}"
-    return f"time/{name}" if name.endswith("_s") else f"data/{name}"
+    return f"time/{name}" if name.endswith(("_s", "_exposed")) else f"data/{name}"
 
 
 class TensorBoardLog:
