@@ -42,10 +42,8 @@ def test_a_plan_is_what_a_real_step_does():
     num = len(list(vlm.model.visual.parameters()))
     assert whole.num_bytes["gradients"] - frozen.num_bytes["gradients"] == 4 * tower
     assert whole.num_bytes["optimizer"] - frozen.num_bytes["optimizer"] == 8 * tower + 4 * num
-    assert (
-        frozen.kept()["planner"] < 0.75 * whole.kept()["planner"]
-        and frozen.kept()["renderer"] == whole.kept()["renderer"]
-    )
+    assert frozen.kept()["planner"] < 0.75 * whole.kept()["planner"]
+    assert frozen.kept()["renderer"] < whole.kept()["renderer"]  # in its backward the planner's are still there
 
 
 def measure_zero(rank: int, world_size: int) -> int:

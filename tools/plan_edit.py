@@ -1,9 +1,9 @@
 """The step of train_edit_ddp.py that a plan is about: planner and renderer on one of N ranks, each with whole copies.
 
 DDP keeps a gradient of every trained number from the first step on, in the buckets in which gradients travel; here,
-where nothing travels, in one flat tensor a network.  Like the script, a micro-batch runs the planner forward and
-backward, then the renderer, all under one autocast, which keeps a copy of each float32 weight in the dtype it was used
-in until the micro-batch ends.
+where nothing travels, in one flat tensor a network.  Like the script, a micro-batch runs the planner forward, the
+renderer forward and backward, and the planner backward, all under one autocast, which keeps a copy of each float32
+weight in the dtype it was used in until the micro-batch ends.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as vlm_module
 
 from model import flow
-from model.edit_planner import HIDDEN_LAYERS, Planner, PlannerInput
+from model.edit_planner import HIDDEN_LAYERS, Planner, PlannerInput, backward_through_states
 from model.layout import PackedLayout
 from model.mmdit import MMDiT
 from model.mmdit_plan import FSDP_UNITS, LORA_TARGETS, without_gradient
@@ -140,20 +140,23 @@ class EditJob:
                     for module in self.wrapped.values():
                         stack.enter_context(getattr(module, "no_sync", nullcontext)())
                 stack.enter_context(torch.autocast(kind, settings.dtype, enabled=settings.dtype != torch.float32))
+                output, guides = None, []
                 if "planner" in self.wrapped:
                     with phase(2 * i, "forward"):
                         output = self.wrapped["planner"](self._inputs())
-                    with phase(2 * i, "backward"):
-                        output.loss_per_sample.sum().backward()
-                    del output
+                    guides = [states.detach().requires_grad_() for states in output.states]
                 if "renderer" in self.wrapped:
-                    batch = self._batch()
+                    batch = self._batch(guides)
                     adopt("batch", [x for x in batch if isinstance(x, Tensor)])
                     with phase(2 * i + 1, "forward"):
                         losses = self._losses(*batch)
                     with phase(2 * i + 1, "backward"):
                         losses.sum().backward()
                     del losses, batch
+                if output is not None:
+                    with phase(2 * i, "backward"):
+                        backward_through_states(output.loss_per_sample.sum(), output.states, guides)
+                del output, guides
         num_bytes = {name: adopt(name, tensors) for name, tensors in self.tensors().items()}
         with phase(2 * settings.accumulate, "optimizer"):
             for parameters in self.trained.values():
@@ -170,7 +173,7 @@ class EditJob:
             pictures = [[torch.zeros(3, *size, dtype=torch.uint8) for size in own] for own in sizes]
         return [PlannerInput(str(i), own, "a plan") for i, own in enumerate(pictures)]
 
-    def _batch(self) -> tuple:
+    def _batch(self, guides: list[Tensor]) -> tuple:
         settings = self.settings
         with unset_fake_temporarily():
             layout = PackedLayout.build(settings.grids, settings.text_lens, "cpu")
@@ -180,6 +183,7 @@ class EditJob:
             torch.zeros(num_img, settings.renderer.in_channels),
         )
         txt = torch.zeros(sum(settings.text_lens), settings.renderer.joint_attention_dim, dtype=settings.dtype)
+        txt = torch.cat(guides) if guides else txt
         return x0, noise, txt, torch.zeros(len(settings.grids)), layout
 
     def _losses(self, x0: Tensor, noise: Tensor, txt: Tensor, t: Tensor, layout: PackedLayout) -> Tensor:
@@ -239,7 +243,7 @@ class EditPlan:
         return self.peak()[1].total() - sum(self.num_bytes.values())
 
     def kept(self) -> dict[str, int]:
-        """Return by network the activations alive when its first backward pass begins."""
+        """Return by network the activations alive as its first backward begins; the renderer's with the planner's."""
         first = {p.micro_batch: b for p, b in self.peaks.items() if p.phase == "backward" and p.stage == "before"}
         return {name: first[i].by_kind()["activations"] for i, name in enumerate(NETWORKS) if i in first}
 

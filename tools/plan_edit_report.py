@@ -55,6 +55,6 @@ def print_edit_plan(report: EditReport) -> None:
     print("".join(f"{value:>12.2f}" for value in (*bars.values(), sum(bars.values()))))
     print(f"GiB on a GPU at the peak: {where}")
     for network, kept in report.plan.kept().items():
-        print(f"activations that the {network}'s forward leaves for its backward: {kept / GIB:.2f} GiB")
+        print(f"activations alive as the {network}'s backward begins: {kept / GIB:.2f} GiB")
     left = (report.around.limit_bytes - breakdown.total()) / GIB
     print(f"fits, {left:.1f} GiB stay free" if report.fits else f"OVER by {-left:.1f} GiB: it would run out of memory")
