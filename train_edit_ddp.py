@@ -102,7 +102,7 @@ class Experiment:
     t_std: float = 1.5
     region_weight: float = 1.0  # of a token inside the edited region against one outside, where a sample has a mask
     plan_weight: float = 1.0  # of the planner's cross-entropy a sample
-    joint: bool = True  # let the renderer's loss train the planner, too; holds what both keep for backward at once
+    joint: bool = True  # let the renderer's loss train the planner, too, through the states that guide the renderer
     # Optimizer
     optimizer: str = "muon"  # for the matrices of all layers, AdamW for the rest; adamw for all, which --zero needs
     lr: float = 1e-2  # the renderer's peak learning rate
