@@ -139,7 +139,7 @@ def _panels() -> dict[str, list[dict]]:
                     (f"max by (phase, rank) (trainer_exposed_communication_ratio{{{RANK}}})",
                      "rank {{rank}} {{phase}}"),
                     least=0, most=1,
-                    note="Share of a phase in which the rank communicates and computes nothing; one step in 200."),
+                    note="Share of a phase in which the rank communicates and computes nothing, when last profiled."),
             _curves("Step time", "s",
                     (f"max by (run) (trainer_step_seconds{{{RANK}}})", "{{run}} last"),
                     (f"max by (run) (trainer_step_p99_seconds{{{RANK}}})", "{{run}} 99th percentile"), least=0,

@@ -35,7 +35,7 @@ class RunOptions:
     metrics_port: int = 0  # Prometheus metrics at this port + LOCAL_RANK; 0 = none
     metrics_host: str = "127.0.0.1"  # address that they are served on
     probe_every: int = 50  # steps between measurements of the ranks' speed and latency, with --metrics_port
-    profile_every: int = 200  # steps between profiled ones, which tell communication from computing; likewise
+    profile_every: int = 1000  # steps between profiled ones, which tell communication from computing; likewise
     wandb: str = ""  # project of Weights & Biases; nothing = none
     # Faults; 0 = never
     hang_s: float = 300.0  # a longer phase of a step (data, forward …) ends the run, to be started again; 0 to debug
