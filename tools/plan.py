@@ -60,9 +60,7 @@ class Config:
     gpus: int = 32
     gpus_per_node: int = 8
     device: str = "H100"  # see utils/devices.py
-    encoders_gib: float = (
-        -1.0
-    )  # frozen encoders on every GPU, 0 if they run elsewhere; -1 = what the released ones weigh
+    encoders_gib: float = -1.0  # frozen encoders on every GPU, 0 if elsewhere; -1 = what the released ones weigh
     reserve_gib: float = 4.0  # left for the CUDA context, NCCL and fragmentation
     # Parallelism and switches, as the training script's
     dp_replicate: int = 1
