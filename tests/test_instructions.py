@@ -66,6 +66,18 @@ Change the expression to "happy face".
 make the sky more blue
 paint it black and white
 turn off the light
+make the wall half red
+make the background a bit darker
+change the sky to a bit darker blue
+the background should be blurred
+the dog should be a bit bigger
+shift the colour to red
+give me a red car
+give it a try
+I don't want the dog removed
+I don't want the dog to be moved
+I don't want the dog red
+I don't like the way the dog looks
 turn the volume up
 I don't want you to change anything
 the dog
@@ -88,6 +100,16 @@ no change
 去北京
 让天空更蓝
 改一下
+给女孩换上红色的裙子
+让她换上裙子
+给她换成裙子
+不要了
+把眼镜摘掉放在桌上
+把猫换成狗的位置
+苹果怎么变成红色
+苹果变成红色了吗
+把苹果变成红色再删除香蕉
+苹果变红香蕉变黄
 红苹果
 红苹果和绿苹果
 除了狗都去掉
