@@ -20,6 +20,16 @@ WORD_CHARACTERS = re.compile(f"(?:{_LETTER}|{CJK.pattern})+")
 _FILLERS = "\u115f\u1160\u3164\uffa0"  # letters by name, of no width
 _UNSEEN = ("Mn", "Me", "Cf", "Cc", "Cs")  # marks over letters, joiners and directions, controls, half characters
 
+# Latin letters in other shapes, which no decomposition takes back to them: small capitals, white on black, a stroke.
+_SHAPES = {
+    **dict(zip("ᴀʙᴄᴅᴇꜰɢʜɪᴊᴋʟᴍɴᴏᴘꞯʀꜱᴛᴜᴠᴡʏᴢ", "abcdefghijklmnopqrstuvwyz", strict=True)),
+    **dict(zip("ıȷƒɑɡłøđħŧƀ", "ijfaglodhtb", strict=True)),
+    **{chr(first + n): chr(ord("a") + n) for first in (0x1F150, 0x1F170) for n in range(26)},
+}
+# Small Cyrillic and Greek letters → the Latin ones that they, or their capitals, look like.
+_TWINS = dict(zip("авсԁеһіјкӏмнорԛѕтуѵԝх" + "αβεηικνορτυχω", "abcdehijklmhopqstyvwx" + "abehikvoptyxw", strict=True))
+_TWIN, _ASCII = re.compile(f"[{''.join(_TWINS)}]"), re.compile("[a-z]")
+
 
 class _Fold(dict):
     """What becomes of each character, found once."""
@@ -32,7 +42,7 @@ class _Fold(dict):
         elif char in _FILLERS or (unicodedata.category(char) in _UNSEEN and char not in _VOWEL_SIGNS):
             folded = ""
         else:
-            folded = base if base.isascii() else char
+            folded = base if base.isascii() else _SHAPES.get(char, char)
         self[code] = folded
         return folded
 
@@ -40,14 +50,21 @@ class _Fold(dict):
 _FOLD = _Fold()
 
 
+def _all_latin(run: re.Match) -> str:
+    """Return a run of letters, in which Cyrillic or Greek ones beside Latin ones are the Latin ones they look like."""
+    letters = run.group()
+    return "".join(_TWINS.get(char, char) for char in letters) if _ASCII.search(letters) else letters
+
+
 def fold(text: str) -> str:
     """Return the text in one form for all its looks.
 
     Half and full width, ligatures, circled and mathematical letters are the plain ones (NFKC), capitals are small,
     Latin letters have no accents, and what has no width is gone: joiners, soft hyphens, directions, combining marks but
-    those that are a script's vowels.
-    Not made alike: traditional and simplified Chinese, or Latin letters and the digits and letters of other scripts
-    that look like them; those need tables.
+    those that are a script's vowels.  Small capitals and the like are plain letters, and so are the Cyrillic and Greek
+    ones that look like Latin ones, in a word that has a Latin one as well.
+    Not made alike: traditional and simplified Chinese, digits that look like letters, or a word that is wholly of
+    another script; those need a dictionary.
     """
-    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return text.translate(_FOLD)
+    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).translate(_FOLD)
+    return LETTERS.sub(_all_latin, text) if _TWIN.search(text) else text

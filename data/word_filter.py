@@ -74,8 +74,8 @@ class WordFilter:
     A word that begins or ends with a symbol ("C++", "#metoo", "$$$") and symbols alone ("🔞") are found as they are
     written; quotes, brackets and other punctuation around a word of the list say nothing.
 
-    Not found: words in other letters or spellings (s3x, pinyin), and traditional characters for simplified ones: list
-    both.  A text is looked through once; a word more in the list costs nothing then.
+    Not found: other spellings (s3x, pinyin), words wholly in another script's letters that look Latin, and traditional
+    characters for simplified ones: list both.  A text is looked through once; a word more in the list costs nothing.
     """
 
     def __init__(self, words: Iterable[str]):

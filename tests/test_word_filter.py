@@ -183,6 +183,9 @@ def test_what_is_not_refused(words, text):
         ('"cigarette",', ["a cigarette"], ["cigar"]),
         ("- 香烟；", ["香烟", "香.烟"], ["香"]),
         ("AK-47", ["ak-47", "AK47", "ak 47"], ["a 47"]),
+        # Letters of other scripts among Latin ones, and Latin ones in other shapes; a Russian word stays one
+        ("cop", ["\u0441op", "c\u043ep", "co\u03c1", "ᴄᴏᴘ", "🅲🅾🅿"], ["\u0441\u043e\u0440", "\u0441\u043e\u0440 co"]),
+        ("kill", ["k\u0131ll", "\u043aill", "k\u0456\u04cfl"], ["\u043a\u0438ll"]),
     ],
 )  # fmt: skip
 def test_other_scripts_and_symbols(word, found, not_found):
