@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data.captions import decode_text
 from data.edit_plan import EditPlan
-from data.images import MULTIPLE, decode_image, fit
+from data.images import MULTIPLE, decode_image, fit, has_transparency
 from data.reference_size import Size, area_size, clipped_area_size
 
 CATEGORIES = ("recolor", "replace", "transform", "add", "remove", "background", "move", "text", "other")
@@ -60,13 +60,21 @@ def parse_edit(extension: str, data: bytes) -> EditMeta | None:
     if type(count) is not int or not 0 <= count <= MAX_REFERENCES:
         raise ValueError(f"its .json says {count!r} references; an edit has 0 to {MAX_REFERENCES}")
     actions = content.get("actions")
-    plan_text = None if actions is None else EditPlan.from_json(actions).to_text()
-    if plan_text and (_MARK in plan_text or len(plan_text) > _MAX_PLAN):
+    return EditMeta(count, None if actions is None else checked_plan(actions))
+
+
+def checked_plan(actions: object) -> str:
+    """Return the text of an action list as JSON gives it.
+
+    Raises: ValueError if it breaks the schema, is too long to be learned, or holds a mark of the chat template.
+    """
+    plan_text = EditPlan.from_json(actions).to_text()
+    if _MARK in plan_text or len(plan_text) > _MAX_PLAN:
         raise ValueError(
             f"its action list has {len(plan_text)} characters of at most {_MAX_PLAN}, and must not hold {_MARK!r}: "
             f"{plan_text[:80]}"
         )
-    return EditMeta(count, plan_text)
+    return plan_text
 
 
 def reference_members(members: Mapping[str, object], extensions: Iterable[str], count: int) -> list[str]:
@@ -130,12 +138,34 @@ def _resized(image: Image.Image, size: Size) -> Tensor:
 def decode_mask(data: bytes, target: Size, trained: Size) -> Tensor:
     """Decode a mask of a target's size and cut it as the target is: bool (H, W), True inside the region.
 
-    Raises: ValueError if it is no picture, or of another size.
+    Raises: ValueError as `read_mask` does.
+    """
+    return torch.from_numpy(is_white(fit(read_mask(data, target), trained)))
+
+
+def read_mask(data: bytes, target: Size) -> Image.Image:
+    """Decode a mask of a target's size.
+
+    Raises: ValueError if it is no picture, of another size, partly transparent, or nowhere white.
     """
     image = decode_image(data)
     if (image.height, image.width) != target:
-        raise ValueError(f"its mask has {image.height} x {image.width} pixels, its target {target[0]} x {target[1]}")
-    return torch.from_numpy(np.array(fit(image, trained).convert("L")) >= _WHITE)
+        raise ValueError(
+            f"its mask is {image.width} pixels wide and {image.height} high, its target {target[1]} and {target[0]}"
+        )
+    if has_transparency(data) and decode_image(data, background=(0, 0, 0)) != image:
+        raise ValueError("its mask is transparent in part; save it opaque, white where the edit may change something")
+    if not is_white(image).any():
+        lightest = np.asarray(image.convert("L")).max()
+        raise ValueError(
+            f"its mask is nowhere white: its lightest pixel is {lightest} of 255; leave out a mask that says nothing"
+        )
+    return image
+
+
+def is_white(mask: Image.Image) -> np.ndarray:
+    """Return where a mask counts as white, bool (H, W)."""
+    return np.array(mask.convert("L")) >= _WHITE
 
 
 def category_row(category: str) -> int:

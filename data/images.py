@@ -82,6 +82,18 @@ def shown_size(data: bytes) -> tuple[int, int]:
     return (image.width, image.height) if _orientation(image) in _SIDEWAYS else (image.height, image.width)
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """Return an opened picture as a viewer shows it, with its EXIF orientation applied."""
+    # Pillow has turned a TIFF already.
+    transpose = None if image.format == "TIFF" else _TRANSPOSE.get(_orientation(image))
+    return image if transpose is None else image.transpose(transpose)
+
+
+def has_transparency(data: bytes) -> bool:
+    """Return whether a picture may be transparent somewhere, from the header.  Raises: ValueError as `shown_size`."""
+    return _open(data).has_transparency_data
+
+
 def decode_image(data: bytes, background: tuple[int, int, int] = WHITE) -> Image.Image:
     """Decode to sRGB: EXIF orientation applied, transparency over `background`, of an animation the first frame.
 

@@ -111,7 +111,8 @@ def caption_member(cells: Sequence[tuple[str | None, object]]) -> tuple[str, byt
                     text, own = wording.get("text"), wording.get("language")
                 if isinstance(text, str):
                     captions.setdefault(label or own or language_of(text), []).append(wording)
-    return "json", json.dumps({"captions": captions}, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    # Escaped: half a surrogate pair, which a cut escape leaves, has no UTF-8, and would make all of it unreadable.
+    return "json", json.dumps({"captions": captions}, default=str).encode()
 
 
 def fields_of(record: dict, columns: Columns) -> dict[str, object]:

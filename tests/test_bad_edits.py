@@ -53,12 +53,16 @@ BAD = {
         lambda key: sample(key, [(64, 64)] * 4), "its .json says 4 references; an edit has 0 to 3",
     ),
     "a mask of another size": (
-        ROW | {"mask": mask(32, 64, (0, 0, 9, 9))}, "bad_mask", "it has 32 x 64 pixels, the target 64 x 64",
+        ROW | {"mask": mask(32, 64, (0, 0, 9, 9))}, "bad_mask", "its mask is 32 pixels wide and 64 high",
         lambda key: sample(key, mask_png=mask_bytes(64, 32, (0, 0, 9, 9))), "its mask has 64 x 32 pixels",
     ),
     "a mask that is cut off": (
         ROW | {"mask": cut(SHOWN)}, "bad_mask", "truncated|its header is damaged",
         lambda key: sample(key, mask_png=cut(SHOWN)), "truncated|its header is damaged",
+    ),
+    "a mask that is nowhere white": (
+        ROW | {"mask": mask_bytes(64, 64, (0, 0, 0, 0))}, "bad_mask", "nowhere white: its lightest pixel is 0 of 255",
+        lambda key: sample(key, mask_png=mask_bytes(64, 64, (0, 0, 0, 0))), "its mask is nowhere white",
     ),
     "an empty instruction": (
         ROW | {"instruction": " \n"}, "empty_caption", "no caption",

@@ -16,6 +16,7 @@ from data.captions import (
     parse_captions,
     parse_wordings,
 )
+from data.row import caption_member
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,12 @@ def test_weights_stay_with_their_texts():
 def test_a_weight_that_is_none_is_a_clear_error(weight):
     with pytest.raises(ValueError, match="weight must be a number of at least 0, got"):
         parse_captions("json", b'{"captions": [{"text": "dog", "weight": %s}]}' % weight.encode())
+
+
+def test_half_a_character_in_a_row_leaves_the_rest_as_it_is():
+    caption = caption_member([("en", 'caf\xe9 "a"'), ("zh", "茶\ud83d")])
+    assert parse_captions(*caption)[0] == {"en": ['caf\xe9 "a"'], "zh": ["茶\ufffd"]}
+    assert parse_captions(*caption_member([(None, "Make it \ud800 red")]))[0] == {"en": ["Make it \ufffd red"]}
 
 
 def test_half_a_character_is_replaced():

@@ -201,8 +201,25 @@ def test_a_mask_is_cut_as_its_target_is(tmp_path):
     expected = torch.zeros(70, 100, dtype=torch.bool)
     expected[5:30, 10:60] = True
     assert torch.equal(read.mask, expected[3:67, 2:98])
-    with pytest.raises(ValueError, match="its mask has 70 x 100 pixels, its target 70 x 101"):
+    with pytest.raises(ValueError, match="its mask is 100 pixels wide and 70 high, its target 101 and 70"):
         decode_mask(mask_bytes(*target, box), (70, 101), (64, 96))
+
+
+def test_a_mask_that_shows_nothing_is_refused():
+    """As masks of zeros and ones, and those whose shape is in their alpha, would be read."""
+    ones, buffer = Image.fromarray(np.ones((64, 96), np.uint8)), io.BytesIO()
+    ones.save(buffer, "PNG")
+    with pytest.raises(ValueError, match="nowhere white: its lightest pixel is 1 of 255"):
+        decode_mask(buffer.getvalue(), (64, 96), (64, 96))
+    shape = Image.open(io.BytesIO(mask_bytes(64, 96, (0, 0, 9, 9))))
+    for alpha, refused in ((shape, True), (Image.new("L", (96, 64), 255), False)):
+        buffer = io.BytesIO()
+        Image.merge("LA", (Image.new("L", (96, 64), 255), alpha)).save(buffer, "PNG")
+        if refused:
+            with pytest.raises(ValueError, match="transparent in part"):
+                decode_mask(buffer.getvalue(), (64, 96), (64, 96))
+        else:
+            assert decode_mask(buffer.getvalue(), (64, 96), (64, 96)).all()
 
 
 def test_a_dropped_instruction_keeps_references_and_their_tokens(tmp_path):

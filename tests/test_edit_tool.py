@@ -20,7 +20,7 @@ from tests.edit_pipeline import as_tensor, make_edit_folder, picture_pipeline, r
 from tests.released_folder import TINY
 from tests.run_folder import make_run
 from tools import edit
-from tools.edit import EditRequest, QwenImageEditor
+from tools.edit import EditRequest, QwenImageEditor, read_image
 from utils.random_streams import torch_generator
 
 AREA = 96 * 96
@@ -51,6 +51,17 @@ def planner():
         output.loss_per_sample.sum().backward()
         optimizer.step()
     return planner
+
+
+def test_an_opened_picture_is_turned_as_its_file_is(tmp_path):
+    for kind in ("jpeg", "png", "tiff"):
+        path, tags = tmp_path / f"lying.{kind}", Image.Exif()
+        tags[0x0112] = 6  # to be turned by 90° to the right
+        random_picture(64, 96, seed=3).save(path, exif=tags)
+        with Image.open(path) as opened:
+            assert read_image(opened).size == (96, 64)[::-1] == read_image(path).size
+            assert read_image(opened).tobytes() == read_image(path).tobytes()
+    assert read_image(random_picture(64, 96, seed=3)).tobytes() == random_picture(64, 96, seed=3).tobytes()
 
 
 def make_edit_run(path, folder, tensors):

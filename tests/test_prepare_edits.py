@@ -38,6 +38,13 @@ def mask(width: int, height: int, box=BOX) -> bytes:
     return buffer.getvalue()
 
 
+def see_through(mask_file: bytes) -> bytes:
+    """Return a mask that is all white, and opaque only where the file is."""
+    shown, buffer = Image.open(io.BytesIO(mask_file)), io.BytesIO()
+    Image.merge("LA", (Image.new("L", shown.size, 255), shown)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def good_rows() -> list[dict]:
     """Rows with the files' contents in place of their names: 0 to 3 references, one alike twice but for the words."""
     return [
@@ -200,9 +207,11 @@ def test_what_is_cropped_stays_aligned(tmp_path):
         "references": contents[:1], "target": contents[1], "instruction": "Remove it.",
         "mask": mask(width, height, box), "actions": [{"action": "remove", "bbox": thousandths}],
     }  # fmt: skip
-    prepare.main(config(write_rows(tmp_path / "in", [row]), tmp_path / "out", areas=(128,)))
-    [members] = read_shards(tmp_path / "out").values()
+    drawn = row | {"references": []}  # its box is the target's
+    prepare.main(config(write_rows(tmp_path / "in", [row, drawn]), tmp_path / "out", areas=(128,)))
+    members, alone = read_shards(tmp_path / "out").values()
     meta = json.loads(members["json"])
+    assert json.loads(alone["json"])["actions"] == meta["actions"] != row["actions"]
     assert meta["crop_box"][:2] != [0, 0]  # something was cut off
     reference, region = read(members["ref0.png"]), np.asarray(read(members["mask.png"]))[..., 0]
     assert reference.size == read(members["png"]).size and set(np.unique(region)) == {0, 255}
@@ -233,7 +242,15 @@ BAD = {
     ),
     "too few sizes": (FINE | {"reference_sizes": []}, "bad_row", "must be 1 of"),
     "size of text": (FINE | {"reference_sizes": [["a", 1]]}, "bad_row", "'a' and 1"),
-    "mask": (FINE | {"mask": mask(64, 128)}, "bad_mask", "it has 64 x 128 pixels, the target 128 x 128"),
+    "mask": (FINE | {"mask": mask(64, 128)}, "bad_mask", "its mask is 64 pixels wide and 128 high, its target 128"),
+    "black mask": (FINE | {"mask": mask(128, 128, (0, 0, 0, 0))}, "bad_mask", "nowhere white: .* pixel is 0 of"),
+    "see-through mask": (FINE | {"mask": see_through(mask(128, 128))}, "bad_mask", "its mask is transparent in part"),
+    "mask cropped off": (
+        FINE | {"target": picture(1, 300, 220), "mask": mask(300, 220, (0, 0, 1, 1))}, "bad_mask",
+        "nothing of its white is left at",
+    ),
+    "mark": (FINE | {"actions": [{"action": "add_text", "content": "<|im_end|>"}]}, "bad_actions", "not hold"),
+    "long plan": (FINE | {"actions": [{"action": "remove"}] * 300}, "bad_actions", "has 6001 characters"),
     "mask missing": (FINE | {"mask": "gone.png"}, "bad_mask", "gone.png does not exist"),
     "empty": (FINE | {"instruction": "  "}, "empty_caption", "no caption"),
     "no instruction": ({k: v for k, v in FINE.items() if k != "instruction"}, "empty_caption", "no caption"),

@@ -22,7 +22,7 @@ from data.captions import clean, language_of, language_row
 from data.colour import to_srgb
 from data.edit import MIN_AREA
 from data.edit_plan import EditPlan, parse_plan
-from data.images import MULTIPLE, decode_image
+from data.images import MULTIPLE, decode_image, upright
 from data.reference_size import area_size
 from data.tasks import EDIT, MIXED, check_task
 from data.word_filter import WordFilter
@@ -201,9 +201,9 @@ class QwenImageEditor:
 
 
 def read_image(image: ImageLike) -> Image.Image:
-    """Return a picture in sRGB.  Raises: ValueError with the path and the reason if it cannot be read."""
+    """Return a picture in sRGB, upright.  Raises: ValueError with the path and the reason if it cannot be read."""
     if isinstance(image, Image.Image):
-        return to_srgb(image)
+        return to_srgb(upright(image))
     try:
         return decode_image(Path(image).read_bytes())
     except (OSError, ValueError) as error:

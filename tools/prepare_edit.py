@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image
 
 from data.aspect import Placement, cut
-from data.edit import MAX_RATIO, MAX_REFERENCES
-from data.edit_plan import BOX_SIDE, EditPlan
+from data.edit import MAX_RATIO, MAX_REFERENCES, checked_plan, is_white, read_mask
+from data.edit_plan import BOX_SIDE
 from data.edit_row import Cell, EditCells
 from data.images import decode_image
 from data.picture_bytes import read_picture_bytes
@@ -25,7 +25,6 @@ EDIT_REASONS = {
     "bad_actions": "actions that break the schema",
     "encoded_edit": "edits, which are read as pictures: prepare them without --encode",
 }
-_WHITE = 128  # of 255, from which on a mask's pixel counts as white
 
 
 class EditError(ValueError):
@@ -51,13 +50,17 @@ class Edit:
         return b"\0".join([*(file for file, _ in self.references), mask, json.dumps(self.actions).encode()])
 
     def meta(self, placement: Placement, target: Size) -> dict:
-        """Return what the .json of one size says of it; the boxes are of the first reference as it is stored.
+        """Return what the .json of one size says of it.
 
-        Raises: EditError if an action's box is cut off.
+        The boxes are of the first reference as it is stored; without one, of the target.
+        Raises: EditError if an action's box or all that a mask shows is cut off.
         """
         meta: dict = {"references": len(self.references)}
+        if self.mask is not None and not is_white(cut(self.mask, placement)).any():
+            height, width = placement.size
+            raise EditError("bad_mask", f"nothing of its white is left at {width} x {height} pixels")
         if self.actions is not None:
-            is_cut = bool(self.references) and _size(self.references[0][1]) == target
+            is_cut = not self.references or _size(self.references[0][1]) == target
             meta["actions"] = [_moved(action, placement) if is_cut else action for action in self.actions]
         return meta
 
@@ -73,7 +76,7 @@ class Edit:
             extension, content = original(file, stored) or (kind, encode(stored, kind, quality))
             members[f"ref{number}.{extension}"] = content
         if self.mask is not None:
-            fitted = np.asarray(cut(self.mask, placement)) >= _WHITE
+            fitted = is_white(cut(self.mask, placement))
             members["mask.png"] = encode(Image.fromarray(fitted.astype(np.uint8) * 255), "png", quality)
         return members
 
@@ -83,7 +86,7 @@ def make_edit(cells: EditCells, target: Size) -> Edit:
     if len(cells.references) > MAX_REFERENCES:
         raise EditError("too_many_references", f"it has {len(cells.references)} references, at most {MAX_REFERENCES}")
     try:
-        actions = None if cells.actions is None else json.loads(EditPlan.from_json(cells.actions).to_text())
+        actions = None if cells.actions is None else json.loads(checked_plan(cells.actions))
     except ValueError as error:
         raise EditError("bad_actions", error) from error
     references = []
@@ -104,20 +107,19 @@ def make_edit(cells: EditCells, target: Size) -> Edit:
 
 
 def _read(cell: Cell) -> tuple[bytes, Image.Image]:
-    file = cell if isinstance(cell, bytes) else read_picture_bytes(cell)
-    return file, decode_image(file)
+    return (file := _content(cell)), decode_image(file)
+
+
+def _content(cell: Cell) -> bytes:
+    return cell if isinstance(cell, bytes) else read_picture_bytes(cell)
 
 
 def _read_mask(cell: Cell, target: Size) -> Image.Image:
     try:
-        _, image = _read(cell)
+        image = read_mask(_content(cell), target)
     except (OSError, ValueError) as error:
         raise EditError("bad_mask", error) from error
-    if _size(image) != target:
-        raise EditError(
-            "bad_mask", f"it has {image.width} x {image.height} pixels, the target {target[1]} x {target[0]}"
-        )
-    return Image.fromarray((np.asarray(image.convert("L")) >= _WHITE).astype(np.uint8) * 255)
+    return Image.fromarray(is_white(image).astype(np.uint8) * 255)
 
 
 def _size(image: Image.Image) -> Size:
