@@ -24,6 +24,7 @@ from data.captions import LANGUAGE_ROWS
 from data.edit import CATEGORIES, category_row, check_edit_values, parse_shares, token_weights
 from data.index import build_index
 from data.instructions import choose_wording
+from data.known_plans import check_plans
 from data.labels import sample_labels
 from data.loader import Loader
 from data.mixture import load_mixture
@@ -242,7 +243,7 @@ def main(cfg: Config) -> None:
     wrapped = {name: replicate(net, *how) for name, net in networks.items()}
 
     # ---- 3. Data ----------------------------------------------------------------------------------------------------
-    cache, text, mixture = Path(cfg.cache_folder), encoders.text, load_mixture(cfg.data)
+    cache, text, mixture = Path(cfg.cache_folder), encoders.text, load_mixture(cfg.data, "edit").balanced()
     val_shards = mixture.held_out(cfg.validation_data, shards := mixture.shards("train", cache), cache)
     tokens_id, seen_at = f"{text.tokenizer_id} {text.edit_tokenizer_id}", {"condition_pixels": cfg.condition_pixels}
     index, val_index = (
@@ -257,7 +258,7 @@ def main(cfg: Config) -> None:
         caption_dropout=cfg.instruction_dropout, zh_share=cfg.zh_share, num_empty_tokens=text.count_tokens(""), **sizes,
     )  # fmt: skip
     watched = val_index, cfg.eval_samples, num_ranks, rank, cfg.max_tokens_per_micro_batch
-    val_micro_batches = spread_micro_batches(*watched, **sizes)
+    val_micro_batches = spread_micro_batches(*watched, **sizes, edits_only=True)
 
     # ---- 4. Optimizers and EMA --------------------------------------------------------------------------------------
     lrs = {"planner": cfg.planner_lr, "renderer": cfg.lr}
@@ -284,6 +285,7 @@ def main(cfg: Config) -> None:
     reading = sizes | seen_at | {"max_bad_samples": cfg.max_bad_samples, "refused_words": cfg.refused_words}
     reading["cache"] = open_shard_cache(cache / "shards", cfg.shard_cache_gib)
     reader, val_reader = (Reader(i, **reading) for i in (index, val_index))
+    check_plans(reader, trains_planner, cfg.joint and "renderer" in networks)
     examples = [val_reader.read(planned) for planned in spread_examples(val_index, cfg.num_examples, **sizes)]
     loader = Loader(reader, plan, start_step, cfg.num_workers, cfg.prefetch_steps, encoders.needs_picture)
     run_log.monitor.watch(lambda: {"trainer_data_queue_length": loader.num_steps_ahead})

@@ -238,7 +238,7 @@ def main(cfg: Config) -> None:
     )  # fmt: skip
     val_micro_batches = spread_micro_batches(
         val_index, cfg.eval_samples, num_data_ranks, data_rank, cfg.max_tokens_per_micro_batch, *sizes,
-        lambda *visit: mixture.group_of_record(*visit, [*val_shards.values()]), plan.reconstructing,
+        lambda *visit: mixture.group_of_record(*visit, [*val_shards.values()]), plan.reconstructing, cfg.task == "edit",
     )  # fmt: skip
 
     # ---- 4. Model: built without memory, cut, then filled -----------------------------------------------------------

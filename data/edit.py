@@ -199,6 +199,10 @@ def check_edit_values(config) -> None:
         raise ValueError("--zero shares out AdamW's state: add --optimizer adamw")
     if config.lora_base != "auto" and not config.lora_rank:
         raise ValueError(f"--lora_base {config.lora_base} is of what lies under adapters; add --lora_rank")
+    if getattr(config, "train", "") == "planner" and (config.instruction_dropout == 1.0 or not config.plan_weight):
+        raise ValueError(
+            "--train planner learns nothing with --plan_weight 0 or --instruction_dropout 1, which drops every answer"
+        )
     if config.lora_rank and "renderer" not in getattr(config, "train", "renderer"):
         raise ValueError("--lora_rank is for the renderer, and --train leaves it out")
 
@@ -210,11 +214,14 @@ def parse_shares(shares: Iterable[str], flag: str = "--shares", example: str = "
     """
     found = {}
     for text in shares:
-        category, separator, number = text.partition("=")
+        category, separator, number = (part.strip() for part in text.partition("="))
         try:
-            found[category] = float(number)
+            share = float(number)
         except ValueError:
             separator = ""
-        if not separator or not 0 <= found[category] < float("inf"):
+        if not separator or not 0 <= share < math.inf:
             raise ValueError(f"{flag} takes name=number with numbers from 0 on, such as {example}, got {text!r}")
+        if category in found:
+            raise ValueError(f"{flag} names {category!r} twice, with {found[category]:g} and {share:g}; name it once")
+        found[category] = share
     return found or None

@@ -101,12 +101,18 @@ class Index:
         """Return the index of the sample at `place` among those of a shard that are of one of these kinds."""
         return int(self._starts[shard] + self._rows(shard, kinds)[place])
 
-    def spread(self, num_samples: int, max_shards: int = _MAX_OPEN_PARTS) -> list[int]:
-        """Return about `num_samples` samples from all over the index, from `max_shards` shards at most."""
-        with_samples = np.flatnonzero(self.shard_sizes)
+    def spread(self, num_samples: int, max_shards: int = _MAX_OPEN_PARTS, edits_only: bool = False) -> list[int]:
+        """Return about `num_samples` samples from all over the index, from `max_shards` shards at most.
+
+        edits_only: none that is no edit; then there may be none.
+        """
+        kinds = frozenset(kind for kind in self.summary.kinds if kind.is_edit)
+        with_samples = np.flatnonzero(self.summary.count(kinds) if edits_only else self.shard_sizes)
         step = max(1, -(-len(with_samples) // max_shards))
-        chosen = with_samples[::step]
-        indices = np.concatenate([np.arange(self._starts[shard], self._starts[shard + 1]) for shard in chosen])
+        chosen = with_samples[::step].tolist()
+        rows = (self._rows(shard, kinds) if edits_only else np.arange(self.shard_sizes[shard]) for shard in chosen)
+        parts = [self._starts[shard] + some for shard, some in zip(chosen, rows, strict=True)]
+        indices = np.concatenate(parts) if parts else np.empty(0, np.int64)
         return indices[:: max(1, len(indices) // num_samples)][:num_samples].tolist()
 
     @property

@@ -119,7 +119,7 @@ class Mixture:
             if task == T2I:
                 return self
             of_edits = tuple(replace(group, task=task) for group in self.groups)
-            return replace(self, groups=of_edits, by_category=len(of_edits) == 1)
+            return replace(self, groups=of_edits, by_category=of_edits == (Group(of_edits[0].share, task=task),))
         if not is_plain:
             return self
         shares = shares or DEFAULT_SHARES
@@ -129,6 +129,15 @@ class Mixture:
         if not named:
             raise ValueError("--task_shares: all shares are zero; give one task more")
         return replace(self, groups=tuple(named))
+
+    def balanced(self) -> "Mixture":
+        """Return the mixture if its edits are balanced by category.  Raises: ValueError if it has groups instead."""
+        if not self.by_category:
+            raise ValueError(
+                "train_edit_ddp.py balances edits by category (--shares), not by a mixture's groups; give it one group "
+                "without source, language and category, or use train_mmdit.py --task edit"
+            )
+        return self
 
     def check_reweight(self, strength: float, eval_every: int) -> None:
         """Raise ValueError if --reweight has nothing to work with."""

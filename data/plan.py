@@ -70,14 +70,21 @@ def spread_micro_batches(
     reference_pixels: int = DEFAULT_REFERENCE_PIXELS,
     group_of: Callable[[SampleRecord, str, str | None], int | None] = lambda record, language, task: None,
     reconstructing: Callable[[PlannedSample], PlannedSample] | None = None,
+    edits_only: bool = False,
 ) -> list[list[PlannedSample]]:
     """Return a rank's part of `num_samples` samples spread over the index, each in every language it has.
 
     group_of: the group of a sample in a language, or None, visited for what it is, or for the named task.
     reconstructing: of a run that reconstructs pictures: makes a visit such a one; each picture is then seen both ways.
+    edits_only: of a run that trains edits alone.  Raises: ValueError if there is no edit then.
     """
-    tasks = []
-    for i in index.spread(num_samples):
+    tasks, chosen = [], index.spread(num_samples, edits_only=edits_only)
+    if edits_only and not chosen:
+        raise ValueError(
+            f"none of the {len(index)} samples for validation is an edit; give --validation_data with edits, or none: "
+            "then validation looks at the training samples"
+        )
+    for i in chosen:
         for planned in every_language(index, i, max_pixels, reference_pixels):
             visits = [(planned, None)]
             if reconstructing is not None and not index[i].encoded_sizes:

@@ -16,9 +16,10 @@ from PIL import Image
 from data.captions import parse_captions
 from data.edit import CATEGORIES, category_row, decode_mask, parse_shares, token_weights
 from data.index import build_index
+from data.known_plans import check_plans
 from data.loader import Loader
 from data.order import GlobalOrder
-from data.plan import BatchPlan, every_language
+from data.plan import BatchPlan, every_language, spread_micro_batches
 from data.reader import BadDataError, Reader
 from data.reference_size import area_size
 from tests.shards import picture_bytes, simple_samples, write_shard
@@ -371,6 +372,33 @@ def test_categories_and_shares():
     for text in ("remove", "remove=", "remove=-1", "remove=inf", "remove=nan"):
         with pytest.raises(ValueError, match="--shares takes name=number"):
             parse_shares([text])
+    assert parse_shares([" remove = 2 "]) == {"remove": 2.0}
+    with pytest.raises(ValueError, match="--shares names 'remove' twice, with 1 and 2"):
+        parse_shares(["remove=1", "add=1", "remove=2"])
+
+
+def test_validation_of_edits_looks_at_edits_alone(tmp_path):
+    index = index_of(tmp_path, mixed_samples())
+    batches = spread_micro_batches(index, 99, 1, 0, 10**6, reference_pixels=AREA, edits_only=True)
+    assert sorted({p.index for batch in batches for p in batch}) == [1, 2, 3, 5] == index.spread(99, edits_only=True)
+    assert index.spread(2, edits_only=True) == [1, 3] and len(index.spread(99)) == len(index) == 6
+    none = index_of(tmp_path, simple_samples(3))
+    with pytest.raises(ValueError, match="none of the 3 samples for validation is an edit"):
+        spread_micro_batches(none, 99, 1, 0, 10**6, edits_only=True)
+
+
+def test_a_planner_without_plans_to_learn_is_noticed(tmp_path, caplog):
+    reader = reader_of(index_of(tmp_path, [edit("a", [(64, 96)]), edit("b", []), *simple_samples(1)]))
+    with pytest.raises(ValueError, match="none of 2 edits looked at has a plan .* the planner learns nothing"):
+        check_plans(reader, trains_planner=True, learns_otherwise=False)
+    check_plans(reader, trains_planner=False, learns_otherwise=False)
+    assert not caplog.messages
+    check_plans(reader, trains_planner=True, learns_otherwise=True)
+    assert "from the renderer's loss alone" in caplog.text
+    caplog.clear()
+    reader = reader_of(index_of(tmp_path, mixed_samples()))
+    check_plans(reader, trains_planner=True, learns_otherwise=False)
+    assert not caplog.messages
 
 
 def test_without_references_an_instruction_is_no_caption():

@@ -170,6 +170,26 @@ def test_tasks_that_do_not_go(data, task, shares, message):
         data[2].for_task(task, shares)
 
 
+def test_only_a_group_that_takes_all_edits_is_balanced_by_category(tmp_path):
+    """Else what the file says of groups would be ignored in silence."""
+    file = tmp_path / "mixture.json"
+    for group, balanced in (
+        ({}, True),
+        ({"task": "edit"}, True),
+        ({"category": "add"}, False),
+        ({"language": "zh"}, False),
+    ):
+        file.write_text(json.dumps({"sources": {"a": "a.tar"}, "groups": [{"share": 2} | group]}))
+        mixture = load_mixture(str(file), "edit")
+        assert mixture.by_category == balanced
+        if balanced:
+            assert mixture.balanced() is mixture
+        else:
+            with pytest.raises(ValueError, match="balances edits by category .* one group without"):
+                mixture.balanced()
+    assert load_mixture("a.tar", "edit").by_category
+
+
 def test_samples_that_are_no_edits_are_counted_or_refused(data, tmp_path, caplog):
     folder, index, mixture, text = data
     with caplog.at_level(logging.WARNING):

@@ -1,5 +1,6 @@
 """What every training script takes beside its experiment: how a run is fed, watched and kept."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 
@@ -8,6 +9,12 @@ from utils.schedule import SCHEDULES
 
 _DTYPES = ("float32", "bfloat16")
 _LORA_BASES = ("auto", "bfloat16", "int8", "nf4")
+# Numbers of an experiment, where it has them, that are finite and at least 0; those that are below 1 as well.
+_FROM_0 = (
+    "lr", "planner_lr", "lr_final", "warmup_steps", "adam_eps", "weight_decay", "t_std", "plan_weight", "reweight",
+    "lora_rank", "lora_alpha", "beta1", "beta2", "lora_dropout",
+)  # fmt: skip
+_BELOW_1 = ("beta1", "beta2", "lora_dropout")
 
 
 @dataclass(frozen=True)
@@ -73,5 +80,13 @@ def check_options(config: RunOptions, **choices: Collection) -> None:
     for name in (field.name for field in fields(RunOptions)):
         if isinstance(value := getattr(config, name), int | float) and value < 0:
             raise ValueError(f"--{name} must not be negative, got {value}")
+    for name in _FROM_0:
+        value, end = getattr(config, name, 0), 1 if name in _BELOW_1 else math.inf
+        if not 0 <= value < end:
+            raise ValueError(f"--{name} must be at least 0 and below {end}, got {value}")
+    if not config.max_grad_norm > 0:
+        raise ValueError(f"--max_grad_norm must be above 0, got {config.max_grad_norm}; inf clips nothing")
+    if math.isinf(config.t_mean):
+        raise ValueError(f"--t_mean must be finite, got {config.t_mean}")
     if config.metrics_port > 65535:
         raise ValueError(f"--metrics_port must be at most 65535, got {config.metrics_port}")
