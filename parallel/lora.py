@@ -5,6 +5,7 @@ one level down, which this module hides: to the rest, base and adapter have the 
 `….to_q.weight`, `….to_q.lora_A.weight` and `….to_q.lora_B.weight`.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,9 @@ from parallel.fingerprint import fingerprint
 from parallel.frozen_base import FrozenLinear, compressed_layers, linear_layers
 from parallel.module_patterns import matching_modules
 from parallel.tensor_parallel import cut_low_rank
+from utils.console import ONCE
 
+log = logging.getLogger("train")
 _ADAPTER = "default"  # `peft` can hold several, by name; we need one
 _RECORD = "_base_record"  # attribute of a model whose base is in fewer bits: what the base was
 _IN_ADAPTER = re.compile(rf"\.(lora_[AB])\.{_ADAPTER}\.")
@@ -74,6 +77,12 @@ def apply_lora(
         names += [name for name, layer in found if id(layer.weight) not in skipped]
     if not names:
         raise ValueError(f"--lora_targets {' '.join(targets)}: no layer of them has an effect on the loss; name others")
+    shapes = {name: (layer.out_features, layer.in_features) for name, layer in model.named_modules() if name in names}
+    if small := [name for name, shape in shapes.items() if rank > min(shape)]:
+        log.warning(
+            "--lora_rank %d is more than %d of the %d adapted layers have of their own, such as %s, %d x %d: a lower "
+            "one learns the same there", rank, len(small), len(shapes), small[0], *shapes[small[0]], extra=ONCE,
+        )  # fmt: skip
     if base_dtype is not None:
         model.to(base_dtype)
     config = LoraConfig(

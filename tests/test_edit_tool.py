@@ -180,6 +180,8 @@ def test_bad_requests_are_named(editor, folder, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"\x89PNG no more")
     for arguments, message in [
         (([picture] * 4, "x"), "at most 3 references, got 4"),
+        ((np.asarray(picture), "x"), "a path or a PIL picture, got ndarray"),
+        ((picture, None), "an instruction is a text, got NoneType"),
         ((picture, " \n"), "instruction is empty"),
         (([], "x"), "width and height"),
         ((picture, "x", 64, 0), "width and height"),

@@ -72,6 +72,14 @@ def test_released_weights_load_into_the_base(tmp_path):
         assert largest == 0 if "lora_B" in name else 0.7 * columns**-0.5 < largest <= columns**-0.5
 
 
+def test_a_rank_that_is_more_than_a_layer_has_is_named(caplog):
+    with caplog.at_level("WARNING"):
+        adapted(rank=16)
+        assert not caplog.messages
+        adapted(rank=5000)
+    assert "--lora_rank 5000 is more than" in caplog.text and "adapted layers have of their own" in caplog.text
+
+
 def test_first_values_belong_to_seed_and_name():
     once, again, other = (trained_parameters(adapted(seed=seed)) for seed in (3, 3, 4))
     assert digests(once) == digests(again)

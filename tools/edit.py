@@ -137,7 +137,8 @@ class QwenImageEditor:
 
         Raises: as `edit_many`.
         """
-        images = [images] if isinstance(images, ImageLike) else list(images)
+        several = isinstance(images, Sequence) and not isinstance(images, str)
+        images = list(images) if several else [images]
         return self.edit_many([EditRequest(instruction, images, width, height, seed)])[0]
 
     def edit_many(self, requests: Sequence[EditRequest]) -> list[EditResult]:
@@ -147,6 +148,8 @@ class QwenImageEditor:
         that cannot be read, four references, or a size that the model cannot draw.  Nothing is drawn then.
         """
         for request in requests:
+            if not isinstance(request.instruction, str):
+                raise ValueError(f"an instruction is a text, got {type(request.instruction).__name__}")
             if self.words is not None:
                 self.words.check(request.instruction)
         drawings = [self._drawing(request) for request in requests]
@@ -202,6 +205,8 @@ class QwenImageEditor:
 
 def read_image(image: ImageLike) -> Image.Image:
     """Return a picture in sRGB, upright.  Raises: ValueError with the path and the reason if it cannot be read."""
+    if not isinstance(image, ImageLike):
+        raise ValueError(f"a reference is a path or a PIL picture, got {type(image).__name__}; see Image.fromarray")
     if isinstance(image, Image.Image):
         return to_srgb(upright(image))
     try:

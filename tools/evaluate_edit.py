@@ -29,7 +29,7 @@ from tools.edit_errors import edit_errors, mean_errors
 from tools.edit_grid import drawing_of, side_by_side
 from tools.edit_weights import EditModel, load_edit_model
 from tools.sample import sampler_settings
-from utils.config import parse, run_main
+from utils.config import check_values, parse, run_main
 from utils.picture_grid import labelled_grid
 
 _METHODS = ("renderer", "copy", "untrained", "vae")
@@ -49,6 +49,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
+    check_values(cfg, ("num_edits", "num_shown", "num_steps"), {"weights": ("ema", "raw")})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_edit_model(Path(cfg.run), cfg.step, cfg.weights, device, torch.float32)
     check_task(model.trained, cfg.run, (EDIT, MIXED), "tools.evaluate")
