@@ -21,6 +21,7 @@ from data.images import shown_size
 from data.index_folder import IndexFolder
 from data.index_part import META_EXTENSIONS, IndexedSample, IndexPart, Kind, PictureMember, SampleRecord
 from data.index_summary import IndexSummary
+from data.instructions import normalize
 from data.reference_size import area_size
 from data.tar import tar_samples
 from data.versions import Version, shard_versions
@@ -163,7 +164,7 @@ def build_index(
         raise ValueError(f"two shards are called {twice}; sample keys need different file names")
     versions = shard_versions(shards)
     if condition_pixels is not None:
-        tokenizer_id += f" {condition_pixels} pixels"
+        tokenizer_id += f" {condition_pixels} pixels, either wording"
     folder = IndexFolder(
         Path(cache_folder) / "index", shards, versions, tokenizer_id,
         lambda shard, version: _index_shard(shard, version, count_tokens, condition_pixels),
@@ -237,7 +238,9 @@ def _read_sample(
         size, encoded_sizes, encoded_by = shown_size(image), (), ""
         sizes = references and [area_size(r.height, r.width, condition_pixels) for r in references]
         shown = () if references is None else (sizes,)
-        tokens = [count_tokens(wording.text, *shown) for wording in wordings]
+        # Of an instruction, which a run may put into its canonical wording, the longer of the two.
+        said = [{w.text} | ({normalize(w.text).text} if edit is not None else set()) for w in wordings]
+        tokens = [max(count_tokens(text, *shown) for text in texts) for texts in said]
         if mask is not None and (mask.height, mask.width) != tuple(size):
             raise ValueError(f"its mask has {mask.height} x {mask.width} pixels, its target {size[0]} x {size[1]}")
     captions = [(w.language, count, w.weight) for w, count in zip(wordings, tokens, strict=True)]

@@ -16,6 +16,7 @@ from PIL import Image
 from data.captions import parse_captions
 from data.edit import CATEGORIES, category_row, decode_mask, parse_shares, token_weights
 from data.index import build_index
+from data.instructions import choose_wording
 from data.known_plans import check_plans
 from data.loader import Loader
 from data.order import GlobalOrder
@@ -351,6 +352,26 @@ def test_an_instruction_has_several_names(tmp_path, name):
     sample["members"]["json"] = json.dumps(meta).encode()
     index = index_of(tmp_path, [sample])
     assert reader_of(index).read_captions(0) == {"en": ["make it red"], "zh": ["变红", "改成红色"]}
+
+
+def test_a_canonical_wording_has_room_in_what_was_planned(tmp_path):
+    """It is often longer than the loose one: "red" becomes "Change the colour of it to red."."""
+    colours = ["red", "blue", "green", "pink"]
+    samples = [
+        edit(colour, [(64, 96)], captions={"en": [colour, "a very long way of saying it"]}) for colour in colours
+    ]
+    samples.append({"key": "plain", "height": 64, "width": 96, "captions": {"en": ["red"]}})
+    index = index_of(tmp_path, samples)
+    seen = [area_size(64, 96, CONDITION_AREA)]
+    longer = count_tokens("Change the colour of it to red.", seen)
+    assert [index[i].caption_tokens for i in (0, 4)] == [{"en": (longer, longer)}, {"en": (count_tokens("red"),)}]
+    order = GlobalOrder(4, 12, seed=1)
+    settings = {"max_tokens": 250, "seed": 1, "num_empty_tokens": 5, "reference_pixels": AREA, "fill": True}
+    plan = BatchPlan(index, order, num_ranks=1, rank=0, **settings)
+    for micro in plan.micro_batches(0):
+        captions = [reader_of(index).read(planned).caption for planned in micro]
+        said = sum(count_tokens(choose_wording(caption, 1.0, 0.0), seen) for caption in captions)
+        assert said <= sum(planned.num_text_tokens for planned in micro) <= plan.fill_to[-1][1]
 
 
 def test_token_weights_cover_every_token_that_the_mask_touches():
