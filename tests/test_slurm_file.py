@@ -1,7 +1,9 @@
 """The batch file that `./launch.sh slurm` makes, without a Slurm; tests/deploy/test_slurm.py runs it on a real one."""
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +19,14 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 COMMAND = ["train_mmdit.py", "--data", "/a b/*.tar", "--run_folder=runs/x y", "--note", "it's $HOME"]
 
 
-def made(*command, **settings):
-    return batch_file(Config(**settings), command or COMMAND, TEMPLATE.read_text(), Path("/the project"))
+def made(*command, project="/the project", **settings):
+    return batch_file(Config(**settings), command or COMMAND, TEMPLATE.read_text(), Path(project))
 
 
 def options(text):
     """Return sbatch's options as it reads them: up to the first command."""
     lines = [line for line in text.split("\nset ")[0].splitlines() if line.startswith("#SBATCH")]
+    lines = [line.replace("\\\\", "\\") for line in lines]  # an escape for sbatch, between single quotes as well
     read = [shlex.split(line.removeprefix("#SBATCH"), comments=True)[0].removeprefix("--") for line in lines]
     return dict(option.split("=", 1) if "=" in option else (option, None) for option in read)
 
@@ -64,7 +67,7 @@ def test_codes_are_those_of_the_launcher():
 @pytest.mark.parametrize("settings", [{}, {"gpus": 0, "exclusive": False}, {"array": "0-7"}], ids=str)
 def test_the_file_is_clean(settings, tmp_path):
     path = tmp_path / "job.sbatch"
-    path.write_text(made(**settings))
+    path.write_text(made(*COMMAND[:3], "--run_folder=runs/x %a", *COMMAND[4:], **settings))
     # SC2016: the script's own words are not for the shell.
     done = subprocess.run([SHELLCHECK, "--exclude=SC2016", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -81,12 +84,43 @@ def test_the_file_is_clean(settings, tmp_path):
         ({"array": "0..7"}, "0-7%2, got '0..7'"), ({"array": "%a"}, "--array must be"), ({"array": "0-7%0"}, "--array"),
         ({"partition": "gpu\n#SBATCH --nodes=99"}, "--partition must be one line"),
         ({"job_name": "a\tb"}, "--job_name must be one line"),
+        ({"project": "/a\n#SBATCH --nodes=99"}, "this folder's path must be one line"),
+        ({"sbatch": ("comment=a\rb",)}, "without --"), ({"sbatch": ("ntasks-per-node=8",)}, "a node has one task"),
+        ({"array": "0-7"}, "with %a in it"),
     ],
     ids=str,
 )  # fmt: skip
 def test_bad_values_are_named(settings, said):
     with pytest.raises(ValueError, match=said):
         made(**settings)
+
+
+def test_no_name_of_a_folder_becomes_an_option():
+    with pytest.raises(ValueError, match="--job_name must be one line"):
+        made("a.py", "--run_folder", "runs/a\n#SBATCH --nodes=99")
+    odd = r"/it's a \ #1 \"狗\" $(x)"
+    read = options(made("a.py", f"--run_folder={odd}", project=odd))
+    assert (read["chdir"], read["job-name"]) == (odd, odd[1:])
+    with pytest.raises(ValueError, match="with %a in it"):
+        made("a.py", "--seed=1", array="0-7")
+    with pytest.raises(ValueError, match="with %a in it"):
+        made("a.py", "--seed=%a", "--run_folder=runs/a", array="0-7")
+
+
+SLURM_CONF = "ClusterName=x\nSlurmctldHost=x(127.0.0.1)\nSlurmctldPort=1\nAuthType=auth/none\nCredType=cred/none\n"
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="no sbatch here; the other tests read the file themselves")
+def test_sbatch_reads_what_was_meant(tmp_path):
+    """It reads the file before it looks for a controller, of which there is none."""
+    odd = r"it's a \ #1 \"狗\" $(x)"
+    (tmp_path / "slurm.conf").write_text(f"{SLURM_CONF}MessageTimeout=1\nNodeName=x\nPartitionName=a Nodes=x\n")
+    (tmp_path / "job").write_text(made("a.py", f"--run_folder=runs/{odd}", project=f"/tmp/{odd}"), encoding="utf-8")
+    environment = {"PATH": os.environ["PATH"], "SLURM_CONF": str(tmp_path / "slurm.conf"), "LC_ALL": "C.UTF-8"}
+    read = subprocess.run(
+        ["sbatch", "-vv", tmp_path / "job"], env=environment, capture_output=True, encoding="utf-8", timeout=60
+    )
+    assert f"job-name            : {odd}\n" in read.stderr and f"chdir               : /tmp/{odd}\n" in read.stderr
 
 
 @pytest.mark.parametrize("limit", ["20", "20:00", "0:20:00", "0-1", "0-0:20", "1-0:0:0"])

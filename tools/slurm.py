@@ -10,7 +10,7 @@ What stands behind the script is the script's.  The file and the logs lie in run
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ _OURS = {
     "nodes": "nodes", "gpus-per-node": "gpus", "time": "time", "signal": "save_s", "array": "array",
     "job-name": "job_name", "partition": "partition", "account": "account", "exclusive": "exclusive",
 }  # fmt: skip
+_TASKS = ("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket")
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,12 @@ def batch_file(cfg: Config, command: Sequence[str], template: str, project: Path
     command: the script and its flags.  template: the text of deploy/slurm/train.sbatch.  project: where to start it.
     Raises: ValueError for numbers, times and options that cannot be.
     """
-    _check(cfg)
+    name = cfg.job_name or run_name(command)
+    _check(cfg, {"job_name": name, "partition": cfg.partition, "account": cfg.account, "chdir": str(project)})
+    if cfg.array and "%a" not in (run_folder(command) or " ".join(command)):
+        raise ValueError("--array: every task needs a run folder of its own; say --run_folder with %a in it")
     options = {
-        "job-name": cfg.job_name or run_name(command),
+        "job-name": name,
         "nodes": cfg.nodes,
         "gpus-per-node": cfg.gpus,
         "exclusive": None if cfg.exclusive else "",
@@ -67,7 +71,7 @@ def batch_file(cfg: Config, command: Sequence[str], template: str, project: Path
     header, *rest = template.partition("#SBATCH")
     lines = "".join(rest).splitlines()
     for name, value in options.items():
-        option = f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(str(value))}"
+        option = f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quote_option(str(value))}"
         there = [i for i, line in enumerate(lines) if re.match(rf"#SBATCH --{re.escape(name)}\b", line)]
         if value in ("", 0):
             lines = [line for i, line in enumerate(lines) if i not in there]
@@ -86,13 +90,19 @@ def _last_option(lines: list[str]) -> int:
     return max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
 
 
+def _quote_option(value: str) -> str:
+    """Return the value as sbatch reads it, which takes a backslash for an escape also between single quotes."""
+    return shlex.quote(value.replace("\\", "\\\\"))
+
+
 def _quote(argument: str, in_array: bool) -> str:
     """Return the argument as the shell reads it; in an array %a becomes the task's number."""
     parts = argument.split("%a") if in_array else [argument]
     return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part or len(parts) == 1 else "" for part in parts)
 
 
-def _check(cfg: Config) -> None:
+def _check(cfg: Config, texts: Mapping[str, str]) -> None:
+    """texts: what else goes into the file's options; a line break would begin another option, or end them all."""
     for name, least in (("nodes", 1), ("gpus", 0), ("processes", 1), ("save_s", 1)):
         if getattr(cfg, name) < least:
             raise ValueError(f"--{name} must be at least {least}, got {getattr(cfg, name)}")
@@ -100,15 +110,18 @@ def _check(cfg: Config) -> None:
         raise ValueError(
             f"--time {cfg.time} leaves less time to train than to save (--save_s {cfg.save_s}); raise it, lower that"
         )
-    for name in ("partition", "account", "job_name"):
-        if not getattr(cfg, name).isprintable():
-            raise ValueError(f"--{name} must be one line of text, got {getattr(cfg, name)!r}")
+    for name, text in texts.items():
+        if not text.isprintable():
+            where = "this folder's path" if name == "chdir" else f"--{name}"
+            raise ValueError(f"{where} must be one line of text, got {text!r}")
     if cfg.array and not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", cfg.array):
         raise ValueError(f"--array must be task numbers such as 0-7, 1,3,5 or 0-7%2, got {cfg.array!r}")
     for option in cfg.sbatch:
         if (flag := _OURS.get(option.partition("=")[0])) is not None:
             raise ValueError(f"--sbatch {option}: say it with --{flag}, which the batch file's other lines follow")
-        if not re.fullmatch(r"[a-z][a-z-]+(=.+)?", option):
+        if option.partition("=")[0] in _TASKS:
+            raise ValueError(f"--sbatch {option}: a node has one task, torchrun, which starts --gpus processes")
+        if not re.fullmatch(r"[a-z][a-z-]+(=.+)?", option) or not option.isprintable():
             raise ValueError(f"--sbatch takes NAME=VALUE or NAME, without --, such as constraint=h100; got {option!r}")
 
 
@@ -141,7 +154,9 @@ def main(cfg: Config, command: Sequence[str]) -> None:
     path = FOLDER / f"{job}.sbatch"
     path.write_text(text, encoding="utf-8")
     print(f"job {job}\n  batch file  {path}\n  log         {FOLDER}/{job}.log, the nodes' in {FOLDER}/{job}/")
-    print(f"  watch       squeue --job {job}\n  save, stop  touch {run_folder(command) or 'RUN_FOLDER'}/STOP")
+    print(
+        f"  watch       squeue --job {job}\n  save, stop  touch {shlex.quote(run_folder(command) or 'RUN_FOLDER')}/STOP"
+    )
     print(f"  save, requeue  scancel --signal=USR1 --batch {job}")
 
 
