@@ -182,10 +182,53 @@ def test_what_the_script_says_itself_stays():
     assert "/data" not in yaml.safe_dump(job)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_are_found_where_the_script_serves_them(kind):
+    text = yaml.safe_dump_all(manifests(Config(kind=kind), ["a.py", "--metrics-port=1", "--metrics_port", "9000"]))
+    assert "9870" not in text and "prometheus.io/port: '9000'" in text and "scrape: 'true'" in text
+    assert kind == "trainjob" or text.count("9000") >= 3
+    assert "scrape: 'false'" in yaml.safe_dump_all(manifests(Config(kind=kind), ["a.py", "--metrics_port=0"]))
+    for wrong in ("x", "-1", "65536", "٣"):
+        with pytest.raises(ValueError, match="--metrics_port must be"):
+            manifests(Config(kind=kind), ["a.py", "--metrics_port", wrong])
+
+
+def test_a_run_folder_that_is_lost_with_the_pod_is_refused():
+    for lost in ("runs/a", "/cache/a", "/runsa", "/tmp"):
+        with pytest.raises(ValueError, match="lost with its pod"):
+            manifests(Config(), ["a.py", "--run_folder", lost])
+
+
+# What YAML 1.2's core schema, or an older reader, takes for a number, a truth value or nothing.
+_NO_TEXT = re.compile(
+    r"[-+]?(\.\d+|\d[\d_]*(\.\d*)?)(e[-+]?\d+)?|0[ox][\da-f]+|[yn~]|yes|no|on|off|true|false|null|", re.I
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scripts_words_arrive_as_they_were_given(kind):
+    words = '1e-4|08|0o7|y||~|a\nb: c|狗 #1 "it\'s"|$HOME|$(NNODES)|$$|a\\|- -|{}'.split("|")
+    command = f"-m tools.kubernetes --kind {kind} --namespace=1e3 --data_claim= train_mmdit.py --x".split()
+    command = [sys.executable, *command, *words[:5]]
+    text = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60).stdout
+    (end,) = (manifest for manifest in yaml.safe_load_all(text) if manifest["kind"] in ("Job", "JobSet", "TrainJob"))
+    said = end["spec"]["trainer"] if kind == "trainjob" else jobs_of(end)[0]["template"]["spec"]["containers"][0]
+    assert said["args"][2:7] == words[:5]
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.ScalarEvent) and event.style is None and isinstance(yaml.safe_load(event.value), str):
+            assert not _NO_TEXT.fullmatch(event.value), event.value
+    objects = manifests(Config(kind=kind), ["a.py", *words])
+    trainer = objects[-1]["spec"].get("trainer") or jobs_of(objects[-1])[0]["template"]["spec"]["containers"][0]
+    # As Kubernetes expands them: of two $ it makes one.
+    assert [re.sub(r"\$\$", "$", word) for word in trainer["args"][1 : 1 + len(words)]] == words
+    assert all(re.fullmatch(r"([^$]|\$\$)*", word) for word in trainer["args"])
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"nodes": 0}, "--nodes"), ({"kind": "pod"}, "job, jobset, trainjob"), ({"name": "Ä"}, "--name"),
+        ({"nodes": 0}, "--nodes"), ({"namespace": "a.b"}, "--namespace"), ({"data_claim": "a..b"}, "--data_claim"),
+        ({"kind": "pod"}, "job, jobset, trainjob"), ({"name": "Ä"}, "--name"),
         ({"name": "x" * 48}, "at most 47"), ({"shm_gib": 512}, "--shm_gib"), ({"gpus": -1}, "--gpus"),
         ({"namespace": "Team A"}, "--namespace must be"), ({"namespace": "x" * 64}, "at most 63"),
         ({"image": ""}, "--image"), ({"image": "a b"}, "got 'a b'"), ({"data_claim": "/data"}, "--data_claim"),

@@ -15,14 +15,18 @@ from pathlib import Path
 
 import yaml
 
-from tools.launch_command import read_command_line, run_folder, run_name
+from tools.launch_command import flag_value, read_command_line, run_folder, run_name
 from utils.config import check_values, run_main
 
 FOLDER = Path(__file__).parent.parent / "deploy/k8s"
 KINDS = ("job", "jobset", "trainjob")
 PORT = 29400  # where the pods meet
 METRICS_PORT = 9870
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_DOMAIN = rf"{_LABEL}(\.{_LABEL})*"
+_NAMES = {"namespace": (63, _LABEL), "data_claim": (253, _DOMAIN), "runs_claim": (253, _DOMAIN)}
+# Texts to every reader of YAML.  kubectl's also knows numbers such as 1e-4, round which PyYAML puts no quotation marks.
+_PLAIN = re.compile(r"(--)?[A-Za-z/][A-Za-z0-9_./:@=-]+")
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,9 @@ def manifests(cfg: Config, command: Sequence[str]) -> list[dict]:
     check_values(cfg, ("nodes", "processes", "cpus", "memory_gib", "shm_gib", "cache_gib", "grace_s"), {"kind": KINDS})
     if cfg.gpus < 0:
         raise ValueError(f"--gpus must be at least 0, got {cfg.gpus}")
-    for field, most in (("namespace", 63), ("data_claim", 253), ("runs_claim", 253)):
+    for field, (most, pattern) in _NAMES.items():
         given = getattr(cfg, field)
-        if (given or field == "runs_claim") and (len(given) > most or not _LABEL.fullmatch(given)):
+        if (given or field == "runs_claim") and (len(given) > most or not re.fullmatch(pattern, given)):
             raise ValueError(f"--{field} must be a-z, 0-9 and -, at most {most} characters; got {given!r}")
     if not re.fullmatch(r"\S+", cfg.image):
         raise ValueError(f"--image must be a name such as registry.example.com/train:1, got {cfg.image!r}")
@@ -65,7 +69,8 @@ def manifests(cfg: Config, command: Sequence[str]) -> list[dict]:
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?", name):
         raise ValueError(f"--name must be a-z, 0-9 and -, begin with a letter, at most 47 characters; got {name!r}")
     objects = list(yaml.safe_load_all((FOLDER / f"{cfg.kind}.yaml").read_text(encoding="utf-8")))
-    objects = [_renamed(each, name) for each in objects]
+    port = _metrics_port(command)
+    objects = [_renamed(each, name, port or METRICS_PORT) for each in objects]
     for each in objects:
         if cfg.namespace:
             each["metadata"]["namespace"] = cfg.namespace
@@ -75,6 +80,8 @@ def manifests(cfg: Config, command: Sequence[str]) -> list[dict]:
             if each["kind"] == "Job":
                 job["backoffLimit"] = 20 * cfg.nodes
             _fill_pod(job["template"]["spec"], cfg)
+            if not port:
+                job["template"]["metadata"]["annotations"]["prometheus.io/scrape"] = "false"
             if each["kind"] != "TrainingRuntime":  # there the TrainJob has them
                 job["template"]["spec"]["containers"][0]["args"] = script_arguments(cfg, name, command)
         if each["kind"] == "TrainingRuntime":
@@ -100,20 +107,43 @@ def jobs_of(manifest: dict) -> list[dict]:
 
 
 def script_arguments(cfg: Config, name: str, command: Sequence[str]) -> list[str]:
-    """Return the script's command line with what it does not say itself."""
-    added = [] if run_folder(command) else [f"--run_folder=/runs/{name}"]
+    """Return the script's command line with what it does not say itself, as Kubernetes' `args`.
+
+    A $ is doubled: Kubernetes makes one of two, and puts a variable where it finds $(NAME).
+    Raises: ValueError for a run folder that is gone when its pod is.
+    """
+    folder = run_folder(command)
+    if folder and not Path(folder).is_relative_to("/runs"):
+        raise ValueError(f"--run_folder {folder} would be lost with its pod: say one in /runs, the claim --runs_claim")
+    added = [] if folder else [f"--run_folder=/runs/{name}"]
     for flag, value in (("cache_folder", "/cache"), ("metrics_port", METRICS_PORT), ("metrics_host", "0.0.0.0")):
-        if not any(re.match(rf"--{flag.replace('_', '[_-]')}(=|$)", argument) for argument in command):
+        if flag_value(command, flag) is None:
             added.append(f"--{flag}={value}")
-    return [*command, *added]
+    return [argument.replace("$", "$$") for argument in [*command, *added]]
 
 
-def _renamed(value, name: str):
-    """Return the object with `name` instead of "train", where that is a name of its own: train-0.train:29400."""
+def _metrics_port(command: Sequence[str]) -> int:
+    """Return the port at which the script will serve its metrics, 0 for none.
+
+    Raises: ValueError if what the command line says is no port.
+    """
+    said = str(METRICS_PORT) if (found := flag_value(command, "metrics_port")) is None else found
+    if not (said.isascii() and said.isdigit() and int(said) < 2**16):
+        raise ValueError(f"--metrics_port must be a port number, or 0 for none; got {said!r}")
+    return int(said)
+
+
+def _renamed(value, name: str, port: int):
+    """Return the object with `name` instead of "train", where that is a name of its own: train-0.train:29400.
+
+    port: stands where METRICS_PORT did.
+    """
     if isinstance(value, dict):
-        return {key: _renamed(inner, name) for key, inner in value.items()}
+        return {key: _renamed(inner, name, port) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_renamed(inner, name) for inner in value]
+        return [_renamed(inner, name, port) for inner in value]
+    if str(value) == str(METRICS_PORT):
+        return type(value)(port)
     if isinstance(value, str) and re.fullmatch(r"train(-[0-9a-z-]+)?(\.train(:\d+)?)?", value):
         return re.sub(r"(^|\.)train\b", rf"\g<1>{name}", value)
     return value
@@ -151,7 +181,19 @@ def _fill_pod(pod: dict, cfg: Config) -> None:
 def main(cfg: Config, command: Sequence[str]) -> None:
     objects = manifests(cfg, command)
     print(f"# Made by ./launch.sh k8s from deploy/k8s/{cfg.kind}.yaml, which explains every part.")
-    yaml.safe_dump_all(objects, sys.stdout, sort_keys=False, width=120, allow_unicode=True)
+    yaml.dump_all(objects, sys.stdout, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotation marks around every text that another reader of YAML could take for something else."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Return the node of a text."""
+        style = None if _PLAIN.fullmatch(text) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 if __name__ == "__main__":

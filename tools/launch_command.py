@@ -32,11 +32,17 @@ def read_command_line(config_class: type[Config], description: str) -> tuple[Con
 
 def run_folder(command: Sequence[str]) -> str | None:
     """Return what the script's command line says as its --run_folder; None if it says nothing."""
+    return flag_value(command, "run_folder")
+
+
+def flag_value(command: Sequence[str], flag: str) -> str | None:
+    """Return what a command line says, last, as the value of a flag (named with _); None if it says nothing."""
+    said = None
     for i, argument in enumerate(command):
-        found = re.fullmatch(r"--run[_-]folder(?:=(.*))?", argument)
+        found = re.fullmatch(rf"--{flag.replace('_', '[_-]')}(?:=(.*))?", argument, re.DOTALL)
         if found:
-            return found[1] if found[1] is not None else "".join(command[i + 1 : i + 2])
-    return None
+            said = found[1] if found[1] is not None else "".join(command[i + 1 : i + 2])
+    return said
 
 
 def run_name(command: Sequence[str]) -> str:
