@@ -177,6 +177,10 @@ launch() {
     fi
     [[ $NGPU =~ ^[1-9][0-9]*$ ]] || die "NGPU must be a number of processes, at least 1, got '$NGPU'"
     [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || die "NNODES must be a number of machines or MIN:MAX, got '$nodes'"
+    if [[ $nodes == *:* ]] && ((${nodes%:*} > ${nodes#*:})); then
+        die "NNODES=$nodes: MIN is more than MAX"
+    fi
+    [[ ${NODE_RANK:-0} =~ ^(0|[1-9][0-9]*)$ ]] || die "NODE_RANK must be the machine's number, from 0 on, got '$NODE_RANK'"
     [[ ${MAX_RESTARTS:=3} =~ ^[0-9]+$ ]] || die "MAX_RESTARTS must be a number of restarts, got '$MAX_RESTARTS'"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
     # Without GPUs every step faults the memory of its large tensors in again; in huge pages that costs a tenth less time.

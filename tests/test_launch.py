@@ -224,6 +224,8 @@ def test_several_machines_meet_where_they_are_told(machine, node_rank, is_host):
         ([], {"NGPU": "two"}, "NGPU"),
         ([], {"NNODES": "0"}, "NNODES"),
         ([], {"NNODES": "2"}, "RDZV_ENDPOINT"),
+        ([], {"NNODES": "3:2", "RDZV_ENDPOINT": "a:1"}, "MIN is more than MAX"),
+        ([], {"NNODES": "2", "RDZV_ENDPOINT": "a:1", "NODE_RANK": "x"}, "NODE_RANK must be"),
         ([], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS"),
     ],
     ids=str,
