@@ -2,7 +2,8 @@
 
 A roll-back is a decision, written to <run>/rollbacks.json, and a restart: the same command goes on from an older
 checkpoint, and leaves the stretch of data out, on any number of ranks and in every later start.  Checkpoints of what is
-taken back are deleted, once an older one has been verified to its last byte.
+taken back are deleted, once an older one has been verified to its last byte, and before the decision is written: who
+dies between the two goes back again, where a later checkpoint would be gone on from, without data it has not seen.
 Source: as the PaLM report, arXiv 2204.02311, section 5.1, did by hand: data before the first bad step goes as well.
 """
 
@@ -26,8 +27,19 @@ log = logging.getLogger("train")
 
 
 def skipped_stretches(folder: Path) -> list[tuple[int, int]]:
-    """Return (first, count) of the order's global batches that this run's roll-backs leave out."""
-    return [(entry["first_batch"], entry["num_batches"]) for entry in _entries(Path(folder) / FILE)]
+    """Return (first, count) of the order's global batches that this run's roll-backs leave out; every rank takes part.
+
+    Rank 0 reads: where others had another folder, or an older view of it, they would train on other data.
+    Raises: ValueError, on every rank, if that is not to be read.
+    """
+    path = Path(folder) / FILE
+    try:
+        return on_main(lambda: [(entry["first_batch"], entry["num_batches"]) for entry in _entries(path)])
+    except OSError as error:
+        raise ValueError(
+            f"{path} says which data this run leaves out, and cannot be read ({error}): mend it, or delete it to train "
+            "on all data"
+        ) from error
 
 
 def roll_back(
@@ -45,7 +57,8 @@ def roll_back(
     step: the step that has just been judged, the last of the stretch.  bad_since: the first that was bad.
     position: returns which global batch of the order a step has.  margin: steps before `bad_since` whose data goes too,
     but none that the checkpoint has seen.
-    Raises: Stopped with ROLLED_BACK, or with DIVERGED and nothing recorded after `max_rollbacks` of them.
+    Raises: Stopped with ROLLED_BACK, or with DIVERGED and nothing recorded after `max_rollbacks` of them; OSError, on
+    every rank and with nothing recorded, if there are checkpoints and none can be read, or one cannot be deleted.
     """
     path = Path(folder) / FILE
 
@@ -57,6 +70,7 @@ def roll_back(
                 f"{folder}/bad_steps.jsonl and {path}; lower --lr, or clean the data, for a new run"
             )
         target = _target(checkpoints, bad_since)
+        _withdraw(checkpoints, target)
         first = max(target, bad_since - margin)
         stretch = {"first_batch": position(first), "num_batches": position(step) + 1 - position(first)}
         entry = {"step": step, "bad_since": bad_since, "reason": reason, "resume_from": target} | stretch
@@ -66,7 +80,6 @@ def roll_back(
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-        _withdraw(checkpoints, target)
         forget_restarts(folder)
         RunEvents(folder).add("stop", step, reason="rollback")
         return ROLLED_BACK, (
@@ -81,12 +94,17 @@ def roll_back(
 
 
 def _target(checkpoints: Path | str, bad_since: int) -> int:
-    """Return the newest step up to `bad_since` with a valid checkpoint, else the oldest after it, else 0."""
+    """Return the newest step up to `bad_since` with a valid checkpoint, else the oldest after it; 0 if there is none.
+
+    Raises: OSError if there are some and none is valid: a store that does not answer is no reason to delete them.
+    """
     storage = open_storage(checkpoints)
     there = steps(storage)  # newest first
     for step in [*(s for s in there if s <= bad_since), *(s for s in reversed(there) if s > bad_since)]:
-        if problem(storage, step) is None:
+        if (found := problem(storage, step)) is None:
             return step
+    if there:
+        raise OSError(f"no checkpoint in {storage.folder} can be gone back to; that of step {step}: {found}")
     return 0
 
 

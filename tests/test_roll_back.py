@@ -7,6 +7,7 @@ import torch
 
 from parallel import checkpoint
 from parallel.roll_back import roll_back, skipped_stretches
+from tests.spawn import run_ranks
 from utils.exit_codes import DIVERGED, ROLLED_BACK, Stopped
 
 
@@ -67,3 +68,47 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
     go_back(tmp_path, 12, 5)
     assert skipped_stretches(tmp_path) == [(5, 8)]
     assert json.loads((tmp_path / "rollbacks.json").read_text())[0]["resume_from"] == 0
+
+
+def test_one_who_dies_before_it_is_written_goes_back_again(run, monkeypatch):
+    """Never the other way: a decision on disk beside a checkpoint that knows nothing of it."""
+    seen = []
+
+    def die(*_):
+        seen.append((steps_of(run), (run / "rollbacks.json").exists()))
+        raise OSError("died")
+
+    monkeypatch.setattr("pathlib.Path.replace", die)
+    with pytest.raises(OSError, match="died"):
+        roll_back(run, run / "checkpoints", 38, 25, "it went wrong", lambda step: step, 0, 3)
+    assert seen == [([10, 20], False)]
+    monkeypatch.undo()
+    go_back(run, 38, 25)
+    assert (steps_of(run), skipped_stretches(run)) == ([10, 20], [(25, 14)])
+
+
+def test_checkpoints_that_cannot_be_read_now_stay(run, monkeypatch):
+    def unread(*_):
+        raise OSError("the store does not answer")
+
+    monkeypatch.setattr("parallel.checkpoint_retention.read_file", unread)
+    with pytest.raises(OSError, match="can be gone back to.*does not answer"):
+        roll_back(run, run / "checkpoints", 38, 31, "it went wrong", lambda step: step, 0, 3)
+    assert steps_of(run) == [10, 20, 30] and not (run / "rollbacks.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[{", "{}]", '[{"step": 1}]', "[1]"])
+def test_a_damaged_record_is_named_and_no_data_comes_back_unasked(run, content):
+    (run / "rollbacks.json").write_text(content)
+    with pytest.raises(ValueError, match="rollbacks.json says which data this run leaves out"):
+        skipped_stretches(run)
+
+
+def stretches_of_ranks(rank, num_ranks, folder):
+    return skipped_stretches(folder / f"node-{rank}")
+
+
+def test_ranks_without_the_run_folder_leave_the_same_data_out(tmp_path):
+    (tmp_path / "node-0").mkdir()
+    (tmp_path / "node-0/rollbacks.json").write_text('[{"first_batch": 3, "num_batches": 4}]')
+    assert run_ranks(stretches_of_ranks, 2, tmp_path) == [[(3, 4)], [(3, 4)]]
