@@ -227,3 +227,16 @@ def test_a_log_file_that_cannot_be_written_is_named_once(tmp_path, capsys, where
     printed = capsys.readouterr().err
     assert printed.count("a message") == 3 and printed.count("train.log cannot be written") == 1, printed
     assert "Traceback" not in printed
+
+
+def test_a_damaged_line_ends_no_run(tmp_path):
+    """Rank 0 alone reads the file at a start: an error there would have the other ranks wait for it."""
+    train(tmp_path, 0, 4, 1.0)
+    metrics = tmp_path / "metrics.jsonl"
+    first, *rest = metrics.read_bytes().splitlines(keepends=True)
+    damaged = [b"\0\0\0\n", b"null\n", b'{"step": "x"}\n', b'{"a": 1}\n', b"[" * 100_000 + b"\n", b"\xff\n", b"\n"]
+    metrics.write_bytes(first + b"".join(damaged) + b"".join(rest))
+    train(tmp_path, 3, 4, 2.0)
+    kept = metrics.read_bytes().splitlines(keepends=True)
+    assert kept[1 : 1 + len(damaged)] == damaged
+    assert [json.loads(line)["loss"] for line in (kept[0], *kept[1 + len(damaged) :]) if b'"loss"' in line][-1] == 2.0

@@ -382,3 +382,17 @@ def test_every_metric_is_named_as_prometheus_wants_it():
     for name, metric in METRICS.items():
         assert re.fullmatch(r"trainer_[a-z0-9_]+", name) and metric.help.endswith("."), name
         assert not re.search(r"_(ms|minutes|hours|kib|mib|gib|mb|percent)(_|$)", name), f"{name}: no base unit"
+
+
+def test_damaged_events_and_steps_are_passed_over(tmp_path):
+    events = RunEvents(tmp_path)
+    events.add("start", 0, reason="first")
+    bad = ['{"time": "1", "event": "stop", "step": 1}', '{"time": 1e400, "event": "stop", "step": 1}', "[]", "7", "\0"]
+    bad += ['{"time": 1e20, "event": "stop", "step": 1}', '{"time": 1, "event": "stop", "step": "x"}', "[" * 100_000]
+    bad += ['{"time": 1, "event": "stop", "step": null}', '{"time": 1, "event": ["stop"], "step": 1}', "\N{SNOWMAN}"]
+    with (tmp_path / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write("\n".join([*bad, ""]))
+    assert [e["event"] for e in read_events(tmp_path)] == ["start"]
+    for text in ('{"step": 1e400, "time": 1}', '{"step": "x", "time": 1}', '{"step": 1, "time": null}'):
+        (tmp_path / "last_step.json").write_text(text)
+        assert events.last_step() is None

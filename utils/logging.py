@@ -275,13 +275,24 @@ def _flat(numbers: Sequence) -> np.ndarray:
 
 
 def _drop_lines_from(path: Path, start_step: int) -> None:
-    """Cut the file before the first line of `start_step` or later, or the first that a crash left incomplete."""
+    """Cut the file before the first line of `start_step` or later, or the one at its end that a crash left incomplete.
+
+    Another line that is damaged, as after a power cut, stays, and whoever reads the file passes over it.
+    """
     if not path.exists():
         return
     with path.open("r+b") as file:
         keep = 0
         for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] >= start_step:
+            if not line.endswith(b"\n") or _step_of(line) >= start_step:
                 break
             keep += len(line)
         file.truncate(keep)
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a line of metrics.jsonl, -1 of one that is damaged."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return -1.0

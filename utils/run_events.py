@@ -21,6 +21,7 @@ from pathlib import Path
 # Why a run starts again.  What the last start did not say is a crash.
 REASONS = ("crash", "signal", "time_limit", "stop_file", "hang", "non_finite", "rollback", "finished", "other")
 _HEARTBEAT_S = 1.0
+_LAST_TIME = 2**33  # in the year 2242: what claims to be later is damaged, and may be no date at all
 _WIDTH = 64  # bytes of last_step.json: rewritten in place, which needs no new block of a full disk
 log = logging.getLogger("train")
 
@@ -77,7 +78,7 @@ class RunEvents:
         try:
             found = json.loads((self.folder / "last_step.json").read_text(encoding="utf-8"))
             return int(found["step"]), float(found["time"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return None
 
     def close(self) -> None:
@@ -102,9 +103,9 @@ def read_events(folder: Path) -> list[dict]:
     for line in lines:
         try:
             event = json.loads(line)
-            if isinstance(event, dict) and isinstance(event["event"], str) and float(event["time"]) >= 0:
+            if isinstance(event["event"], str) and 0 <= event["time"] < _LAST_TIME and int(event["step"]) >= 0:
                 events.append(event)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return events
 

@@ -122,5 +122,5 @@ class StopSignals:
 def _last_save_s(folder: Path) -> float:
     try:
         return float(json.loads((folder / "last_save.json").read_text())["seconds"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return 0.0
