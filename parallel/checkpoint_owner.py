@@ -68,7 +68,7 @@ def stop_if_superseded(storage: Storage, owner: Owner) -> None:
 
 def _claim(storage: Storage, run_folder: Path) -> tuple[Owner | None, str | None]:
     file, before = run_folder / RUN_ID, _read(storage)
-    own = file.read_text(encoding="utf-8").strip() if file.exists() else None
+    own = file.read_text(encoding="utf-8").strip() or None if file.exists() else None  # a crash may leave it empty
     if before is not None and before.run != own and not (own is None and before.run_folder == str(run_folder)):
         return None, (
             f"{storage.folder} holds the checkpoints of another run, {before.run_folder} on {before.host}: give this "
@@ -78,7 +78,9 @@ def _claim(storage: Storage, run_folder: Path) -> tuple[Owner | None, str | None
     run = own or (before.run if before is not None else secrets.token_hex(8))
     if own is None:
         run_folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(run + "\n", encoding="utf-8")
+        beside = file.with_name(f".{RUN_ID}.tmp")
+        beside.write_text(run + "\n", encoding="utf-8")
+        beside.replace(file)
     owner = Owner(run, str(run_folder), secrets.token_hex(8), socket.gethostname())
     try:
         storage.replace(OWNER, json.dumps(vars(owner)).encode())

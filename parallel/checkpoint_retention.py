@@ -30,9 +30,9 @@ def step_name(step: int) -> str:
 
 
 def steps(storage: Storage) -> list[int]:
-    """Return the steps that have a folder, newest first."""
-    names = storage.names()
-    return sorted((int(n[5:]) for n in names if n.startswith("step-") and n[5:].isdigit()), reverse=True)
+    """Return the steps that have a folder, newest first; folders that only look alike (step-5) are not ours."""
+    numbers = [(n, int(n[5:])) for n in storage.names() if n.startswith("step-") and n[5:].isdecimal()]
+    return sorted((step for name, step in numbers if name == step_name(step)), reverse=True)
 
 
 def record_of(storage: Storage, step: int) -> dict:

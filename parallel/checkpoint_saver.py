@@ -1,6 +1,7 @@
 """Checkpoints of a run, saved in the background: copied to host memory during the next forward and backward, and
 written from there."""
 
+import copy
 import logging
 import math
 import threading
@@ -158,6 +159,7 @@ class CheckpointSaver:
             self._plan(tensors)
         if any(other[1] is not None for other in of_ranks):
             state = state | {"ranks": {str(i): other[1] for i, other in enumerate(of_ranks)}}
+        state = copy.deepcopy(state)  # it is rendered in the background, when training may have changed its lists
         record = describe(step, state, tensors) | {"about": self._about, "losses": {}}
         record |= {"run": self._owner.run} if self._owner is not None else {}
         self.saving_since = time.monotonic()

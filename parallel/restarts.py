@@ -29,7 +29,10 @@ def count_restart(folder: Path, start_step: int) -> None:
         before = _read(path) if is_restart else {}
         number = before["count"] + 1 if start_step <= before.get("step", -1) else 0
         if number <= MAX_RESTARTS:
-            _write(path, {"step": start_step, "count": number})
+            try:
+                _write(path, {"step": start_step, "count": number})
+            except OSError as error:  # a full disk is no reason not to go on
+                log.warning("this start is not counted, %s cannot be written: %s", path, error)
         return number
 
     number = on_main(count)
@@ -52,8 +55,9 @@ def forget_restarts(folder: Path) -> None:
 
 def _read(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {"step": int(found["step"]), "count": int(found["count"])}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return {}
 
 

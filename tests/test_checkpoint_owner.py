@@ -109,3 +109,14 @@ def claim_on_two_ranks(rank, num_ranks, folder):
 
 def test_all_ranks_hear_of_it(tmp_path):
     assert run_ranks(claim_on_two_ranks, 2, tmp_path) == [True, True]
+
+
+def test_an_empty_run_id_is_none(tmp_path):
+    """As a full disk or a power cut leaves it: the run is to go on, and its next start as well."""
+    (tmp_path / "run").mkdir()
+    for _ in range(3):
+        saver, tensors, step = start(tmp_path / "run", tmp_path / "shared")
+        saver.save(step + 1, tensors, {"step": step + 1})
+        if not step:
+            (tmp_path / "run/run_id").write_text("")
+    assert json.loads((tmp_path / "shared" / OWNER).read_text())["run"] == (tmp_path / "run/run_id").read_text().strip()

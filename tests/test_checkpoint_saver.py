@@ -343,3 +343,32 @@ def test_a_full_disk_loses_the_oldest_unneeded_one_first_and_never_the_last_good
     assert steps_in(tmp_path) == [2] and "nothing, all are needed" in caplog.text and "probably fail" in caplog.text
     make_room(storage, Retention(keep_last=2, keep_every=1), {}, one, 3)  # for ever is for ever
     assert steps_in(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("mode", BACKGROUND)
+def test_the_state_is_taken_at_the_call(tmp_path, mode, monkeypatch):
+    """As `--reweight` changes the order's lists right after the save of the same step has begun."""
+    saver, tensors, state = CheckpointSaver(tmp_path, mode), tensors_of(1.0), {"data": {"offsets": [1, 2]}}
+    make_ready, go_on = saver._make_ready, threading.Event()
+    monkeypatch.setattr(saver, "_make_ready", lambda step: (go_on.wait(20), make_ready(step))[1])
+    saver.save(1, tensors, state)
+    state["data"]["offsets"][0] = 9
+    go_on.set()
+    saver.close()
+    assert checkpoint.load(tmp_path, 1, tensors) == {"data": {"offsets": [1, 2]}}
+
+
+def test_what_only_looks_like_a_checkpoint_or_lies_elsewhere_is_left_alone(tmp_path):
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    checkpoint.save(archive, 1, tensors_of(1.0), {"step": 1})
+    folder.mkdir()
+    (folder / "step-00000001").symlink_to(archive / "step-00000001")
+    for name in ("step-5", "step-²", "step-٣", "step-0000000x"):
+        (folder / name).mkdir()
+    saver = CheckpointSaver(folder, keep_last=1)
+    for step in (2, 3):
+        save(saver, step)
+    saver.close()
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == sorted(["step-00000003", "step-5", "step-²", "step-٣", "step-0000000x"])
+    assert_loads(archive, 1)

@@ -152,3 +152,14 @@ def test_what_goes_back_on_purpose_is_not_counted(tmp_path, restart):
     assert restart(4, 10)
     (tmp_path / "restarts.json").write_text("{")  # cut by a crash
     assert restart(5, 10)
+
+
+def test_a_count_that_cannot_be_written_ends_no_run(tmp_path, restart, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    restart(0, 5)
+    (tmp_path / "restarts.json").write_text('{"step": 5}')
+    monkeypatch.setattr("parallel.restarts._write", full)
+    restart(1, 5)
+    assert "No space left" in caplog.text
