@@ -67,6 +67,8 @@ make the sky more blue
 paint it black and white
 turn off the light
 make the wall half red
+make the orange light green
+paint the woman in red light green
 make the background a bit darker
 change the sky to a bit darker blue
 the background should be blurred
@@ -101,6 +103,8 @@ no change
 让天空更蓝
 改一下
 给女孩换上红色的裙子
+删除键要红色
+把什么都变成红色
 让她换上裙子
 给她换成裙子
 不要了
