@@ -101,6 +101,11 @@ class CheckpointSaver:
         """Size of a checkpoint, over all ranks; 0 before the first save."""
         return 0 if self._layout is None else self._layout.total_bytes
 
+    @property
+    def free_bytes(self) -> int | None:
+        """Room left where the checkpoints lie, None where no limit is known."""
+        return self.storage.room()[0] if self.storage.is_local else None
+
     def path(self, step: int) -> Path | str:
         """Return where the checkpoint of a step lies, or would."""
         return self.storage.path(step_name(step))

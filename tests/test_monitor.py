@@ -114,6 +114,15 @@ def test_a_scrape_tells_what_is_under_way(monitor):
         seen = scrape(monitor.port)
     assert seen["trainer_checkpoint_in_progress_seconds", ""] >= 20
     assert (seen["trainer_in_phase", "checkpoint"], seen["trainer_in_phase", "validation"]) == (1, 0)
+    monitor.between_ended_at = lambda: timer.between_ended_at
+    with timer.phase("forward"):
+        pass
+    assert (
+        scrape(monitor.port)["trainer_last_progress_timestamp_seconds", ""] == timer.between_ended_at > time.time() - 9
+    )
+    monitor.step(1, {})  # later
+    now = scrape(monitor.port)
+    assert now["trainer_last_progress_timestamp_seconds", ""] == now["trainer_last_step_timestamp_seconds", ""]
     with timer.phase("forward"):
         assert sum(v for (name, _), v in scrape(monitor.port).items() if name == "trainer_in_phase") == 0
 
@@ -122,9 +131,11 @@ def test_the_99th_percentile_is_that_of_the_intervals(monitor):
     for seconds in range(1, 201):
         monitor._intervals.append(seconds / 100)
     monitor.plan(1000, 0, save_every=10, skipped_budget=0)
+    monitor._calls = 200
+    monitor.goodput.seconds |= {"training": 200.0, "checkpoint": 30.0, "validation": 170.0, "restart": 5000.0}
     seen = scrape(monitor.port)
     assert seen["trainer_step_p99_seconds", ""] == 1.98  # of 0.01 to 2.00: 198 of 200 are no larger
-    assert seen["trainer_checkpoint_expected_interval_seconds", ""] == pytest.approx(10 * 1.005)
+    assert seen["trainer_checkpoint_expected_interval_seconds", ""] == 10 * 2.0
 
 
 def test_gpu_metrics_where_nvml_answers(monitor, monkeypatch):

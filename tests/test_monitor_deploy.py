@@ -50,7 +50,7 @@ def exported(tmp_path_factory):
     monitor.checkpoint(1.0, 1.0, 100)
     monitor.communication({"forward": 0.25})
     monitor.probe({"compute": 0.1, "all": 0.1})
-    monitor.watch(lambda: {"trainer_data_queue_length": 2})
+    monitor.watch(lambda: {"trainer_data_queue_length": 2, "trainer_checkpoint_disk_free_bytes": 1})
     found = scrape(monitor.port)
     monitor.close()
     patch.undo()

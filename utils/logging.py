@@ -92,6 +92,7 @@ class RunLog:
         )  # fmt: skip
         monitor.plan(self.num_steps, self.start_step, config.save_every, config.max_bad_samples)
         monitor.current_phase = lambda: self._timer.current
+        monitor.between_ended_at = lambda: self._timer.between_ended_at
         if self.is_main:
             for event in history:
                 if event["event"] == "start" and event.get("reason") != "first":

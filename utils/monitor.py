@@ -38,6 +38,7 @@ class Monitor:
     ):  # fmt: skip
         self.goodput = goodput or Goodput()
         self.current_phase: Callable[[], str | None] = lambda: None
+        self.between_ended_at: Callable[[], float] = lambda: 0.0  # time.time() of the last validation or save
         self.saving_since: Callable[[], float | None] = lambda: None  # time.monotonic() of a save that goes on
         self._values: dict[Key, float] = {}
         self._intervals: deque[float] = deque(maxlen=_NUM_INTERVALS)
@@ -187,10 +188,12 @@ class Monitor:
         found = {("trainer_goodput_seconds_total", state): s for state, s in self.goodput.seconds.items()}
         intervals = sorted(self._intervals)
         if intervals:
-            p99 = intervals[math.ceil(0.99 * len(intervals)) - 1]
-            found["trainer_step_p99_seconds", ""] = p99
-            mean = sum(intervals) / len(intervals)
-            found["trainer_checkpoint_expected_interval_seconds", ""] = self._save_every * mean
+            found["trainer_step_p99_seconds", ""] = intervals[math.ceil(0.99 * len(intervals)) - 1]
+            # With all that lies between steps: a validation may take longer than the steps to the next one.
+            passed = sum(seconds for state, seconds in self.goodput.seconds.items() if state != "restart")
+            found["trainer_checkpoint_expected_interval_seconds", ""] = self._save_every * passed / max(1, self._calls)
+        stepped = self._values["trainer_last_step_timestamp_seconds", ""]
+        found["trainer_last_progress_timestamp_seconds", ""] = max(stepped, self.between_ended_at())
         began = self.saving_since()
         found["trainer_checkpoint_in_progress_seconds", ""] = 0.0 if began is None else time.monotonic() - began
         if (phase := self.current_phase()) in METRICS["trainer_in_phase"].known:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from utils.goodput import STATES
+from utils.phase_timer import BETWEEN_STEPS
 from utils.run_events import REASONS
 
 Key = tuple[str, str]  # metric, value of its own label ("" where it has none)
-BETWEEN_STEPS = ("checkpoint", "validation", "sampling")
 DATA_ERRORS = ("checksum", "unreachable", "changed", "bad_sample")  # as `data` counts them
 
 
@@ -32,6 +32,9 @@ METRICS: dict[str, Metric] = {
     "trainer_samples_total": Metric("Samples trained on since this process began, over all ranks."),
     "trainer_last_step_timestamp_seconds": Metric(
         "When the last step was done; before the first, when the run was set up."
+    ),
+    "trainer_last_progress_timestamp_seconds": Metric(
+        "When the last step was done, or a later validation, sample grid or save between steps."
     ),
     "trainer_start_timestamp_seconds": Metric("When this process began."),
     "trainer_restarts_total": Metric("Starts after the first, by what ended the one before.", "reason", REASONS),
@@ -87,6 +90,7 @@ METRICS: dict[str, Metric] = {
     "trainer_gpu_temperature_celsius": Metric("Temperature of the GPU (NVML)."),
     "trainer_gpu_power_watts": Metric("Power the GPU takes (NVML)."),
     "trainer_disk_free_bytes": Metric("Room left where the run folder lies."),
+    "trainer_checkpoint_disk_free_bytes": Metric("Room left where the checkpoints lie; none on S3."),
     "trainer_monitor_errors_total": Metric("Times that a metric could not be had."),
 }  # fmt: skip
 

@@ -12,6 +12,8 @@ from utils.exposed_communication import ExposedCommunication
 from utils.fault_injection import injected_faults
 from utils.run_options import RunOptions
 
+BETWEEN_STEPS = ("checkpoint", "validation", "sampling")
+
 
 class Position(NamedTuple):
     """Where a process is.  All ranks go through the same phases in the same order, so (step, number) compares them."""
@@ -29,12 +31,14 @@ class PhaseTimer:
     Entering a phase is also where faults are injected (`utils.fault_injection`), if the environment asks for any.
 
     current: the phase under way, or None.  position: the same in more detail.  Other threads may read both.
+    between_ended_at: time.time() when a phase between steps (`BETWEEN_STEPS`) was last left, 0 before.
     exposed: how much of each phase is communication alone, from a step now and then, if the options ask for metrics.
     """
 
     def __init__(self, device: torch.device, options: RunOptions | None = None):
         self.current: str | None = None
         self.position = Position(-1, 0, "start", time.monotonic())
+        self.between_ended_at = 0.0
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -69,6 +73,8 @@ class PhaseTimer:
                 yield
                 self._seconds[name] += time.perf_counter() - started
         finally:
+            if name in BETWEEN_STEPS:
+                self.between_ended_at = time.time()
             if self._faults is not None:
                 self._faults.end_phase()
             self._move(outer, outer or f"after {name}")

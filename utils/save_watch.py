@@ -18,6 +18,7 @@ class Saver(Protocol):
     last_copy_wait_s: float  # of saved_step: how long training waited for its copy after the call
     num_bytes: int  # of a checkpoint, over all ranks
     saving_since: float | None  # time.monotonic() of a save that goes on
+    free_bytes: int | None  # room where the checkpoints lie; None where no limit is known
 
 
 class SaveWatch:
@@ -31,6 +32,7 @@ class SaveWatch:
         self._step, self._failures = saver.saved_step, saver.num_failures
         self._stalls: dict[int, float] = {}  # of saves that are not known to be published
         monitor.saving_since = lambda: saver.saving_since
+        monitor.watch(self._room)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
@@ -41,6 +43,10 @@ class SaveWatch:
         finally:
             self._stalls[step] = time.perf_counter() - started
             self.look()
+
+    def _room(self) -> dict[str, float]:
+        free = self._saver.free_bytes
+        return {} if free is None else {"trainer_checkpoint_disk_free_bytes": free}
 
     def look(self) -> None:
         """Report what has happened since the last look; cheap."""
