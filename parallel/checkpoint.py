@@ -36,8 +36,10 @@ from utils.state_changes import before_change
 log = logging.getLogger("train")
 
 
-def step_folder(folder: Path | str, step: int) -> Path | str:
+def step_folder(folder: Path | str | Storage, step: int) -> Path | str:
     """Return where the checkpoint of `step` lies."""
+    if isinstance(folder, Storage):
+        folder = folder.folder
     return f"{folder}/{step_name(step)}" if isinstance(folder, str) else Path(folder) / step_name(step)
 
 
@@ -81,7 +83,7 @@ def load(folder: Path | str, step: int, tensors: dict[str, Tensor], partly: tupl
     return load_verified(storage, step, tensors, partly)
 
 
-def latest(folder: Path | str) -> int | None:
+def latest(folder: Path | str | Storage) -> int | None:
     """Return the newest step whose checkpoint is valid to the last byte, or None; every rank takes part and agrees.
 
     A newer one that is damaged is named in a warning.
@@ -97,7 +99,7 @@ def latest(folder: Path | str) -> int | None:
 
 
 def load_latest(
-    folder: Path | str, tensors: dict[str, Tensor], partly: tuple[str, ...] = ("optimizer.",)
+    folder: Path | str | Storage, tensors: dict[str, Tensor], partly: tuple[str, ...] = ("optimizer.",)
 ) -> tuple[int, dict | None]:
     """Fill `tensors` from the newest valid checkpoint and return its step and state; 0 and None if there is none.
 

@@ -211,7 +211,7 @@ class S3Storage:
 Storage = LocalStorage | S3Storage
 
 
-def open_storage(folder: str | Path) -> Storage:
+def open_storage(folder: str | Path | Storage) -> Storage:
     """Return the storage of a local path or an s3:// URL.
 
     Raises: ValueError for a URL of another kind.

@@ -40,6 +40,17 @@ def test_a_run_begins_with_anothers_weights_until_it_has_a_checkpoint(tmp_path):
     assert saver.saved_step == 3 and first_values(tensors) == first_values(run_of(3.0))
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, caplog):
+    for step in (1, 2):
+        save(tmp_path, step, run_of(float(step)))
+    (file,) = (tmp_path / "step-00000002").glob("*.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+    saver, tensors = CheckpointSaver(tmp_path), run_of(9.0)
+    assert resume(saver, tensors, {}, "model") == (1, {"step": 1, "data": "cursor"})
+    assert first_values(tensors) == first_values(run_of(1.0))
+    assert f"skipping damaged checkpoint {tmp_path / 'step-00000002'}" in caplog.text
+
+
 def test_what_can_be_named(tmp_path):
     run = tmp_path / "run"
     for step in (1, 2):
