@@ -115,8 +115,10 @@ def drawn(seed, num_steps=60, count=12):
             steps = range(SAVE_EVERY, num_steps, SAVE_EVERY)
         else:  # a bad step before a save would put it off
             steps = [s for s in range(1, num_steps) if kind != "badsample" or (s + 1) % SAVE_EVERY]
-        step = draw.choice([s for s in steps if s not in taken])
-        taken.add(step)
+        # A stop is agreed on in this step or the next, which must be there and undisturbed.
+        needs = [0, 1] if kind == "term" else [0]
+        step = draw.choice([s for s in steps if all(s + n not in taken and s + n < num_steps for n in needs)])
+        taken |= {step + n for n in needs}
         value = f"={VALUES[kind]:g}" if kind in VALUES else ""
         places.append(f"{kind}{value}@rank={draw.randrange(2)},step={step},phase={phase}")
     return places
