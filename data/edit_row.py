@@ -29,7 +29,9 @@ def edit_cells(record: dict, location: str) -> EditCells:
     stated, "width" and "height"; [] for none.  reference_sizes: a list of [width, height] instead.
     Raises: ValueError if references or sizes are not of this kind, or a text is no JSON.
     """
-    entries = _from_text(record.get(REFERENCES), REFERENCES)
+    if record.get(REFERENCES) is None:
+        raise ValueError(f'it has no "{REFERENCES}", a list of pictures; [] where there is none')
+    entries = _from_text(record[REFERENCES], REFERENCES)
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
         raise ValueError(f"its references must be a list of pictures, [] for none, got {str(entries)[:60]!r}")
     pictures = [_picture(entry, location, f"reference {n}") for n, entry in enumerate(entries, 1)]
@@ -54,7 +56,7 @@ def _from_text(cell: object, name: str) -> object:
     try:
         return json.loads(cell) if cell.strip() else None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"its {name} are no JSON: {error}: {cell[:60]!r}") from error
+        raise ValueError(f"its {name} are text that is no list in JSON: {error}: {cell[:60]!r}") from error
 
 
 def _picture(cell: object, location: str, name: str) -> Cell:
