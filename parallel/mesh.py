@@ -29,7 +29,11 @@ def build_mesh(device_type: str, dp_replicate: int = 1, dp_shard: int = -1, cp: 
             f"{flags} does not make the {num_ranks} ranks of this job; start another number of processes, or change "
             "the sizes (-1 for one of them takes what is left)"
         )
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    # Groups are made with the help of rank 0, which must not leave before all are: the others would die of it, with
+    # pages of a library's stacks beside the error that all ranks are about to find.
+    dist.barrier()
+    return mesh
 
 
 def check_heads(mesh: DeviceMesh, num_heads: int) -> None:
