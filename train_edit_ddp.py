@@ -72,7 +72,7 @@ class Experiment:
     # Model and data
     model: str = "assets/tiny"  # folder in the released layout: transformer/ vae/ text_encoder/ tokenizer/ scheduler/
     from_scratch: bool = False  # ignore weights in the folder's transformer/
-    train: str = "planner,renderer"  # either or both
+    train: str = "planner,renderer"  # planner, renderer, or both
     freeze_vision: bool = False  # keep the planner's vision tower: no gradients and optimizer state of it
     data: str = "emoji-edits"  # emoji-edits, shards (folder, pattern or list.txt; s3://, https://), or a mixture
     validation_data: str = ""  # held-out shards, likewise; emoji-edits brings its own
@@ -105,7 +105,7 @@ class Experiment:
     plan_weight: float = 1.0  # of the planner's cross-entropy a sample
     joint: bool = True  # let the renderer's loss train the planner, too, through the states that guide the renderer
     # Optimizer
-    optimizer: str = "muon"  # for the matrices of all layers, AdamW for the rest; adamw for all, which --zero needs
+    optimizer: str = "muon"  # muon: for the layers' matrices, AdamW for the rest; adamw: for all, which --zero needs
     lr: float = 1e-2  # the renderer's peak learning rate
     planner_lr: float = 1e-2
     lr_schedule: str = "cosine"  # cosine or constant, after the warm-up

@@ -258,7 +258,8 @@ def main(cfg: Config) -> None:
     names = [f"reference {i + 1}" for i in range(len(images))] + list(cfg.instruction)
     scale = max(1, 128 // max(p.shape[0] for p in shown))
     Image.fromarray(labelled_grid(shown, names, min(8, len(shown)), scale)).save(output / "grid.png")
-    print(f"{len(results)} pictures with plans and grid.png in {output}/")
+    count = f"{len(results)} picture{'s' * (len(results) > 1)}"
+    print(f"{count}{' with plans' * cfg.plan} and grid.png in {output}/")
 
 
 if __name__ == "__main__":

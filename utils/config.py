@@ -33,9 +33,13 @@ def parse(config_class: type[Config], description: str | None = None, args: Sequ
     args: instead of sys.argv[1:].
     """
     is_first = _local_rank() == 0  # every rank parses, one speaks
+    spec = getattr(
+        sys.modules["__main__"], "__spec__", None
+    )  # of `python -m tools.sample`, not of `python train_mmdit.py`
+    prog = f"python -m {spec.name}" if spec else None
     try:
         return tyro.cli(
-            config_class, description=description, args=args, use_underscores=True, console_outputs=is_first
+            config_class, prog=prog, description=description, args=args, use_underscores=True, console_outputs=is_first
         )
     except SystemExit as stop:
         if stop.code and not is_first:
