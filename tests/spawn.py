@@ -1,5 +1,6 @@
 """Run a function on several gloo ranks of this machine, for tests."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -31,17 +32,18 @@ def run_ranks(fn: Callable, world_size: int, *args, timeout_s: float = 120.0) ->
     context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes, pipes = [], {}
+        deaths = [Path(folder) / f"death-{rank}.txt" for rank in range(world_size)]
         packed_args = pickle.dumps(args)  # plain pickle both ways: tensors travel as bytes and outlive their process
         try:
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
-                job = (sender, fn, rank, world_size, Path(folder) / "store", timeout_s, packed_args)
+                job = (sender, fn, rank, world_size, Path(folder) / "store", deaths[rank], timeout_s, packed_args)
                 process = context.Process(target=_rank_main, args=job, daemon=True)
                 process.start()
                 processes.append(process)
                 sender.close()
                 pipes[receiver] = rank
-            return _collect(pipes, timeout_s)
+            return _collect(pipes, timeout_s, lambda rank: _cause_of_death(processes[rank], deaths[rank]))
         finally:
             for process in processes:
                 process.kill()
@@ -55,7 +57,13 @@ def fork_server():
     return context
 
 
-def _collect(pipes: dict[Connection, int], timeout_s: float) -> list:
+def _cause_of_death(process: multiprocessing.Process, traceback_file: Path) -> str:
+    process.join(_GRACE_S)
+    text = traceback_file.read_text() if traceback_file.exists() else ""
+    return f"died without a report, exit code {process.exitcode}\n{text}"
+
+
+def _collect(pipes: dict[Connection, int], timeout_s: float, cause_of_death: Callable[[int], str]) -> list:
     """Wait for a report from every rank; after the first failure only for _GRACE_S more."""
     results, failures = {}, {}
     waiting, deadline = dict(pipes), time.monotonic() + timeout_s
@@ -68,7 +76,7 @@ def _collect(pipes: dict[Connection, int], timeout_s: float) -> list:
             try:
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                succeeded, value = False, "died without a report\n"
+                succeeded, value = False, cause_of_death(rank)
             (results if succeeded else failures)[rank] = value
             if not succeeded:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -80,8 +88,18 @@ def _collect(pipes: dict[Connection, int], timeout_s: float) -> list:
 
 
 def _rank_main(
-    sender: Connection, fn: Callable, rank: int, world_size: int, store: Path, timeout_s: float, packed_args: bytes
+    sender: Connection,
+    fn: Callable,
+    rank: int,
+    world_size: int,
+    store: Path,
+    death: Path,
+    timeout_s: float,
+    packed_args: bytes,
 ) -> None:
+    faulthandler.enable(
+        death.open("w")
+    )  # where each thread was, if a signal ends this process; the handler keeps it open
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -99,3 +117,11 @@ def _rank_main(
     except BaseException:
         report = False, traceback.format_exc()
     sender.send_bytes(pickle.dumps(report))
+
+
+def leave_groups() -> None:
+    """End all process groups but the default one, on all ranks: each of gloo's has threads, and meshes make many."""
+    dist.barrier()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

@@ -32,7 +32,7 @@ from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
 from parallel.mesh import build_mesh, data_parallel, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
-from tests.spawn import run_ranks
+from tests.spawn import leave_groups, run_ranks
 from utils.ema import EMA
 from utils.optimizer import build_adamw
 from utils.random_streams import torch_generator
@@ -169,7 +169,10 @@ def train(
 
 
 def train_on_ranks(rank: int, world_size: int, cases: list[dict]) -> list[dict] | None:
-    results = [train(**case) for case in cases]
+    results = []
+    for case in cases:
+        results.append(train(**case))
+        leave_groups()
     return results if rank == 0 else None
 
 
