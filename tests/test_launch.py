@@ -313,3 +313,10 @@ time.sleep(60)
     (real / "fail.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
     code, _, err = run(real, "fail.py", NGPU="1", MAX_RESTARTS="0")
     assert code == 128 + signal.SIGKILL and "rank 0" in err and "ended with SIGKILL" in err
+
+
+def test_a_rank_that_a_real_time_signal_ended_is_named(real):
+    """Of signals 34 to 64 Python has a name for the first and the last; an out-of-band kill may be any."""
+    (real / "fail.py").write_text("import os; os.kill(os.getpid(), 35)\n")
+    code, _, err = run(real, "fail.py", NGPU="1", MAX_RESTARTS="0")
+    assert code == 128 + 35 and "ended with SIGRTMIN+1\n" in err and "Traceback" not in err, err

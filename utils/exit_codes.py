@@ -1,5 +1,7 @@
 """What the exit code of a training process says, to the launcher, a scheduler's script and people."""
 
+import signal
+
 ERROR = 1  # a fault, with its traceback
 USER_ERROR = 2  # a flag, a file or a value that a user can correct; the same as for an unknown flag
 # sysexits.h uses 64 to 78, shells 126 and more, Python 1.
@@ -24,6 +26,17 @@ NAMES = {
     PEER_LOST: "the loss of another rank",
     UNSAVED: "checkpoints that could not be saved",
 }
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, in words; code: as subprocess has it, a signal's number below zero."""
+    if code >= 0:
+        return f"exit code {code}" + (f" ({NAMES[code]})" if code in NAMES else "")
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # of the real-time signals Python knows the first and the last
+        first, last = (getattr(signal, name, 0) for name in ("SIGRTMIN", "SIGRTMAX"))  # not on macOS
+        return f"SIGRTMIN+{-code - first}" if first < -code < last else f"signal {-code}"
 
 
 class Stopped(SystemExit):

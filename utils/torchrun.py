@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.run import main
 
-from utils.exit_codes import ERROR, FINAL, NAMES, NO_PROGRESS, PEER_LOST, USER_ERROR
+from utils.exit_codes import ERROR, FINAL, NO_PROGRESS, PEER_LOST, USER_ERROR, ending
 from utils.restart_notes import FIRST_STEP, PROGRESS
 from utils.stop_note import TO_BE_CONTINUED
 from utils.stop_note import VARIABLE as STOP
@@ -142,10 +142,7 @@ def _is_final(codes) -> bool:
 
 def _tell(failures: dict) -> None:
     for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
-        code = failure.exitcode
-        end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        name = f" ({NAMES[code]})" if code in NAMES else ""
-        print(f"rank {rank} (process {failure.pid}) ended with {end}{name}", file=sys.stderr)
+        print(f"rank {rank} (process {failure.pid}) ended with {ending(failure.exitcode)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
