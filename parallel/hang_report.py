@@ -20,6 +20,8 @@ def explain(statuses: Mapping[int, Mapping], silent: Sequence[int]) -> str:
 
 
 def _culprits(statuses: Mapping[int, Mapping], silent: Sequence[int]) -> tuple[list[int], str]:
+    if not statuses:
+        return [], "the process group's store does not answer"
     if silent:
         return sorted(silent), "stopped or dead"
     if behind := _behind({rank: (s["step"], s["number"]) for rank, s in statuses.items()}):

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -47,6 +48,11 @@ class Watchdog:
 
     hang_s: after so long in one phase of a step the run hangs; of `LONG_PHASES`, and of every phase of the first step
     (which compiles, allocates and connects), LONG times that.  0 = no deadline.  stop: who knows of SIGTERM.
+
+    Outside that time no hang has a deadline: the model, the index of the data and the checkpoint are read before, for
+    as long as the disk or the store takes, and what a script does after `close` is its own.  A rank that waits there
+    for another in a collective fails after the process group's timeout (--timeout_s) and so ends all; only where no
+    rank is in one, as with a dead NFS under all of them, does the job stand until its scheduler's limit.
     """
 
     def __init__(self, folder: Path, timer: PhaseTimer, hang_s: float, stop: StopSignals | None = None):
@@ -62,7 +68,8 @@ class Watchdog:
             self._store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own never waits
             self._store.set_timeout(timedelta(seconds=5))
         self._tick_s = min(_TICK_S, hang_s / 5) if hang_s else _TICK_S
-        self._beats, self._store_failures, self._first_step = 0, 0, None
+        self._beats, self._store_failures, self._first_step, self._enqueued = 0, 0, None, {}
+        self._has_complained = False
         self._seen: dict[int, tuple[int, float]] = {}  # of ranks of other hosts: last beat, and when it came
         self._who = {"host": _host(), "pid": os.getpid(), "started": _start_time(os.getpid())}
         self._closed = threading.Event()
@@ -88,44 +95,69 @@ class Watchdog:
     # ---- The thread -------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
         while not self._closed.wait(self._tick_s):
-            if self._launcher and os.getppid() != self._launcher:
-                self._exit(PEER_LOST, "the launcher is gone: this rank would be left over")
-            position = self.timer.position
-            waited, limit = time.monotonic() - position.since, self.deadline(position)
-            if limit < float("inf"):  # should even this thread be kept from running: C code, which no lock can stop
-                faulthandler.dump_traceback_later(max(limit - waited, 0) + _FALLBACK_S, exit=True)
             try:
-                self._report("running")
-                alarm = self._read("alarm")
-                self._store_failures = 0
-            except RuntimeError as error:
-                self._store_failures += 1
-                if self._is_signalled or self._store_failures >= _STORE_TRIES:
-                    self._exit(PEER_LOST, f"the process group's store is gone ({error}): its host or rank 0 is dead")
-                continue
-            if alarm:
-                self._follow(alarm)
-            if waited > limit:
-                self._raise_alarm(position, waited)
-            if self._is_signalled and (lost := self._lost_peers()):
-                lost = ", ".join(map(str, lost))
-                self._exit(PEER_LOST, f"rank {lost} died; this one was told to stop and cannot complete its step")
+                self._look()
+            except Exception as error:  # a thread that ended here would leave armed what ends a run that is well
+                if not self._has_complained:
+                    self._has_complained = True
+                    self._say(f"the watchdog fails and goes on: {error!r}")
+
+    def _look(self) -> None:
+        if self._launcher and os.getppid() != self._launcher:
+            self._exit(PEER_LOST, "the launcher is gone: this rank would be left over")
+        position = self.timer.position
+        waited, limit = time.monotonic() - position.since, self.deadline(position)
+        # Should even this thread be kept from running: C code, which no lock can stop.
+        if waited <= limit < float("inf"):
+            faulthandler.dump_traceback_later(limit - waited + _FALLBACK_S, exit=True)
+        try:
+            self._report("running")
+            alarm = self._read("alarm")
+            lost = self._lost_peers() if self._is_signalled else []
+            self._store_failures = 0
+        except RuntimeError as error:
+            self._store_failures += 1
+            if self._is_signalled or self._store_failures >= _STORE_TRIES:
+                self._exit(PEER_LOST, f"the process group's store is gone ({error}): its host or rank 0 is dead")
+            return
+        if alarm:
+            self._end_hang(self._follow, alarm)
+        if waited > limit:
+            self._end_hang(self._raise_alarm, position, waited)
+        if lost:
+            lost = ", ".join(map(str, lost))
+            self._exit(PEER_LOST, f"rank {lost} died; this one was told to stop and cannot complete its step")
 
     @property
     def _is_signalled(self) -> bool:
         return self.stop is not None and self.stop.signalled_at > 0
 
-    def _raise_alarm(self, position: Position, waited: float) -> NoReturn:
+    def _end_hang(self, report: Callable[..., None], *arguments) -> NoReturn:
+        """Report and exit, whatever goes wrong with the report."""
+        try:
+            faulthandler.dump_traceback_later(_LAST_S + 1, exit=True)
+            self._exit_later(HANG)
+            report(*arguments)
+        except Exception as error:
+            self._say(f"the report of a hang is not complete: {error!r}")
+        finally:
+            os._exit(HANG)
+
+    def _raise_alarm(self, position: Position, waited: float) -> None:
         """Have all ranks report; the first to get here says what they were doing and exits last."""
-        self._exit_later(HANG)
         folder = f"step-{position.step:08d}-{int(time.time())}"
         alarm = json.dumps({"rank": self._rank, "folder": folder})
-        if self._store is not None and self._store.compare_set(f"{self._prefix}/alarm", "", alarm).decode() != alarm:
-            self._follow(self._read("alarm"))
-        before = self._statuses()
+        before, after = {}, {}
+        with contextlib.suppress(RuntimeError):  # a store that has just gone: this rank's stacks are left to tell
+            if self._store is not None:
+                raised = self._store.compare_set(f"{self._prefix}/alarm", "", alarm).decode()
+                if raised != alarm:
+                    return self._follow(json.loads(raised))
+            before = self._statuses()
         self._dump(folder)
         time.sleep(_GATHER_S)  # long enough for every living rank's next report
-        after = self._statuses()
+        with contextlib.suppress(RuntimeError):
+            after = self._statuses()
         silent = [
             r
             for r, status in after.items()
@@ -133,28 +165,28 @@ class Watchdog:
         ]
         for r in silent:
             if after[r]["host"] == self._who["host"] and _start_time(after[r]["pid"]) == after[r]["started"]:
-                os.kill(after[r]["pid"], signal.SIGKILL)  # it would outlive SIGTERM, and hold its memory and ports
+                with contextlib.suppress(OSError):
+                    os.kill(after[r]["pid"], signal.SIGKILL)  # it would outlive SIGTERM, and hold its memory and ports
         text = (
             f"step {position.step}: {waited:.1f} s in phase {position.phase!r}, over the deadline of "
             f"{self.deadline(position):g} s (--hang_s)\n{explain(after, silent)}\nstacks and collectives: "
             f"{self.folder / 'hangs' / folder}\n"
         )
-        os.write(2, f"hang: {text}".encode())
+        with contextlib.suppress(OSError):
+            os.write(2, f"hang: {text}".encode())
         with contextlib.suppress(OSError):  # it has been said
             (self.folder / "hangs" / folder / "report.txt").write_text(text, encoding="utf-8")
         RunEvents(self.folder).add("stop", position.step, reason="hang")
-        os._exit(HANG)
 
-    def _follow(self, alarm: dict) -> NoReturn:
+    def _follow(self, alarm: dict) -> None:
         """Report, and stay until the one who raised the alarm is done: a rank that leaves ends the others' waiting."""
         self._dump(alarm["folder"])
-        self._report("dumped")
+        with contextlib.suppress(RuntimeError):
+            self._report("dumped")
         time.sleep(_GATHER_S + 0.5)
-        os._exit(HANG)
 
     def _dump(self, folder: str) -> None:
         """Write the stacks of all threads, and what the flight recorder remembers."""
-        self._exit_later(HANG)
         try:
             path = self.folder / "hangs" / folder
             path.mkdir(parents=True, exist_ok=True)
@@ -162,26 +194,38 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
             for backend, name in _DUMPS.items():
                 if hasattr(c10d, name):
-                    (path / f"rank-{self._rank}.{backend}collectives.json").write_bytes(getattr(c10d, name)())
+                    try:
+                        collectives = getattr(c10d, name)()
+                    except RuntimeError as error:  # the recorder's: another backend's may answer
+                        self._say(f"no {backend or 'gloo '}collectives: {error}")
+                        continue
+                    (path / f"rank-{self._rank}.{backend}collectives.json").write_bytes(collectives)
         except OSError as error:
-            os.write(2, f"rank {self._rank}: cannot write stacks: {error}\n".encode())
+            self._say(f"cannot write stacks: {error}")
             faulthandler.dump_traceback(sys.__stderr__)
 
     def _exit_later(self, code: int) -> None:
         thread = threading.Timer(_LAST_S, os._exit, (code,))
         thread.daemon = True
-        thread.start()
+        with contextlib.suppress(RuntimeError):  # no more threads here: faulthandler's is armed
+            thread.start()
 
     def _exit(self, code: int, why: str) -> NoReturn:
-        os.write(2, f"rank {self._rank}: {why}\n".encode())  # no lock that the training thread could hold
+        self._say(why)
         os._exit(code)
+
+    def _say(self, what: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, f"rank {self._rank}: {what}\n".encode())  # no lock that the training thread could hold
 
     # ---- The store --------------------------------------------------------------------------------------------------
     def _report(self, state: str) -> None:
         self._beats += 1
         p = self.timer.position
         status = {"state": state, "beat": self._beats, "step": p.step, "number": p.number, "phase": p.phase}
-        status |= {"waited_s": round(time.monotonic() - p.since, 1), "enqueued": _enqueued(), **self._who}
+        with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):  # the recorder's; the last count stays
+            self._enqueued = _enqueued()
+        status |= {"waited_s": round(time.monotonic() - p.since, 1), "enqueued": self._enqueued, **self._who}
         if self._store is not None:
             self._store.set(f"{self._prefix}/{self._rank}", json.dumps(status))
 

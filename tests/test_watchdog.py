@@ -12,7 +12,7 @@ from parallel.hang_report import explain
 from tests.faults.injected import injected
 from tests.launches import start_launcher, wait_until
 from tests.script_runs import run_script
-from utils.exit_codes import ERROR, HANG
+from utils.exit_codes import ERROR, HANG, PEER_LOST
 from utils.run_events import read_events
 
 SCRIPT, HANG_S = "tests/faults/small_run.py", 0.5
@@ -84,6 +84,68 @@ def test_a_lost_rank_ends_the_others(tmp_path, monkeypatch):
     faults = injected(monkeypatch, tmp_path, f"kill@rank=1,step={STEP},phase=backward")
     code, printed = run(tmp_path, ranks=3)
     assert code == 128 + 9 and time.monotonic() - faults.happened_at() < 2, printed
+
+
+# ---- The watchdog's own faults ---------------------------------------------------------------------------------------
+
+BROKEN = """
+import runpy
+import parallel.watchdog as watchdog
+def broken(*_, **__):
+    raise {error}
+{patch}
+runpy.run_path("tests/faults/small_run.py", run_name="__main__")
+"""
+
+
+def run_broken(folder, patch, *flags, error='RuntimeError("broken")', hang_s=HANG_S, ranks=1, timeout_s=60):
+    """Run with a part of the watchdog that raises; returns the exit code, what was printed, and the seconds it took."""
+    folder.mkdir(exist_ok=True)
+    (folder / "broken.py").write_text(BROKEN.format(patch=patch, error=error))
+    flags, started = ["--run_folder", str(folder), "--hang_s", str(hang_s), *flags], time.monotonic()
+    code, printed = run_script(str(folder / "broken.py"), flags, ranks, timeout_s)
+    return code, printed, time.monotonic() - started
+
+
+def test_a_flight_recorder_that_fails_costs_its_own_file_only(tmp_path, monkeypatch):
+    injected(monkeypatch, tmp_path, f"hang@rank=1,step={STEP},phase=forward")
+    code, printed, _ = run_broken(
+        tmp_path, "watchdog._DUMPS = {'': '_broken'}; watchdog.c10d._broken = broken", ranks=2
+    )
+    hang, report = report_of(tmp_path)
+    assert code == HANG and "culprit: rank 1, behind the others" in report and "collectives: broken" in printed, printed
+    assert (hang / "rank-1.stacks.txt").exists() and not (hang / "rank-0.collectives.json").exists()
+    monkeypatch.undo()  # nor is a run that is well ended by it, as if the store were gone
+    assert run_broken(tmp_path / "well", "watchdog._DUMPS = {'': '_broken'}; watchdog.c10d._broken = broken")[0] == 0
+
+
+@pytest.mark.parametrize("part", ["_statuses", "_lost_peers"])
+def test_a_store_that_is_lost_while_a_peer_is_looked_for_ends_the_rank(tmp_path, monkeypatch, part):
+    place = f"step={STEP},phase=forward"
+    injected(monkeypatch, tmp_path, f"term@rank=0,{place}; hang@rank=0,{place}")
+    code, printed, _ = run_broken(tmp_path, f"watchdog.Watchdog.{part} = broken", hang_s=60, timeout_s=30)
+    assert code == PEER_LOST and "the process group's store is gone (broken)" in printed, printed
+
+
+def test_a_store_that_is_lost_in_an_alarm_leaves_this_ranks_stacks(tmp_path, monkeypatch):
+    injected(monkeypatch, tmp_path, f"hang@rank=0,step={STEP},phase=forward")
+    code, printed, _ = run_broken(tmp_path, "watchdog.Watchdog._statuses = broken")
+    hang, report = report_of(tmp_path)
+    assert code == HANG and "no culprit can be told: the process group's store does not answer" in report, printed
+    assert "small_run.py" in (hang / "rank-0.stacks.txt").read_text()
+
+
+def test_an_error_that_nobody_thought_of_ends_neither_the_watch_nor_a_run_that_is_well(tmp_path, monkeypatch):
+    # Five seconds more than the deadline: what the thread had armed would end the run if the thread were gone.
+    flags = "--num_steps", "120", "--step_s", "0.05"
+    patch = "watchdog.Watchdog._read = broken"
+    code, printed, seconds = run_broken(tmp_path / "well", patch, *flags, error='KeyError("alarm")')
+    assert code == 0 and seconds > HANG_S + 5 and printed.count("the watchdog fails and goes on: KeyError") == 1, (
+        printed
+    )
+    injected(monkeypatch, tmp_path / "hangs", f"hang@rank=0,step={STEP},phase=forward")
+    code, printed, seconds = run_broken(tmp_path / "hangs", patch, *flags, error='KeyError("alarm")', timeout_s=40)
+    assert code == ERROR and "Timeout" in printed and "small_run.py" in printed, printed
 
 
 # ---- Under a launcher ------------------------------------------------------------------------------------------------
