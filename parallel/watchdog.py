@@ -176,7 +176,7 @@ class Watchdog:
             os.write(2, f"hang: {text}".encode())
         with contextlib.suppress(OSError):  # it has been said
             (self.folder / "hangs" / folder / "report.txt").write_text(text, encoding="utf-8")
-        RunEvents(self.folder).add("stop", position.step, reason="hang")
+        RunEvents(self.folder).add("stop", max(0, position.step), reason="hang")
 
     def _follow(self, alarm: dict) -> None:
         """Report, and stay until the one who raised the alarm is done: a rank that leaves ends the others' waiting."""

@@ -13,7 +13,7 @@ from tests.faults.injected import injected
 from tests.launches import start_launcher, wait_until
 from tests.script_runs import run_script
 from utils.exit_codes import ERROR, HANG, PEER_LOST
-from utils.run_events import read_events
+from utils.run_events import read_events, restart_reason
 
 SCRIPT, HANG_S = "tests/faults/small_run.py", 0.5
 STEP = 6  # not the first, whose deadline is longer
@@ -146,6 +146,12 @@ def test_an_error_that_nobody_thought_of_ends_neither_the_watch_nor_a_run_that_i
     injected(monkeypatch, tmp_path / "hangs", f"hang@rank=0,step={STEP},phase=forward")
     code, printed, seconds = run_broken(tmp_path / "hangs", patch, *flags, error='KeyError("alarm")', timeout_s=40)
     assert code == ERROR and "Timeout" in printed and "small_run.py" in printed, printed
+
+
+def test_a_hang_before_the_first_step_is_the_reason_of_the_next_start(tmp_path):
+    patch = "import time; watchdog.PhaseTimer.begin_step = lambda self, step: time.sleep(60)"
+    code, printed, _ = run_broken(tmp_path, patch, hang_s=0.2)
+    assert code == HANG and "in phase 'start'" in printed and restart_reason(read_events(tmp_path)) == "hang", printed
 
 
 # ---- Under a launcher ------------------------------------------------------------------------------------------------
