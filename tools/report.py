@@ -5,7 +5,7 @@ restarts, faults and warnings, and what the runs' configurations differ in.  It 
 run that is under way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
@@ -25,12 +25,18 @@ def main(cfg: Config) -> None:
     if not cfg.runs:
         raise ValueError("name at least one run folder: python -m tools.report runs/mmdit")
     runs = [read_run(Path(run)) for run in cfg.runs]
+    names = [run.name for run in runs]
+    runs = [  # of two that have the same name the folders tell them apart
+        replace(run, name=folder) if names.count(run.name) > 1 else run
+        for run, folder in zip(runs, cfg.runs, strict=True)
+    ]
     output = Path(cfg.output or Path(cfg.runs[0]) / "report.html")
     try:
         output.write_text(page(runs), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error}") from error
-    print(f"{output}: {len(runs)} runs, {output.stat().st_size / 1e6:.1f} MB")
+    shown = str(output).encode(errors="surrogateescape").decode(errors="replace")  # a terminal takes no other name
+    print(f"{shown}: {len(runs)} runs, {output.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

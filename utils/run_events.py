@@ -18,6 +18,8 @@ import os
 import time
 from pathlib import Path
 
+from utils.json_lines import JsonLines, is_step
+
 # Why a run starts again.  What the last start did not say is a crash.
 REASONS = ("crash", "signal", "time_limit", "stop_file", "hang", "non_finite", "rollback", "finished", "other")
 _HEARTBEAT_S = 1.0
@@ -95,18 +97,18 @@ class RunEvents:
 
 def read_events(folder: Path) -> list[dict]:
     """Return the events of a run folder in their order, without lines that are damaged."""
+    return valid_events(JsonLines(Path(folder) / "events.jsonl"))
+
+
+def valid_events(lines: JsonLines) -> list[dict]:
+    """Return those objects that are events, the others are counted with the damaged lines."""
     events = []
-    try:
-        lines = (Path(folder) / "events.jsonl").read_bytes().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            event = json.loads(line)
-            if isinstance(event["event"], str) and 0 <= event["time"] < _LAST_TIME and int(event["step"]) >= 0:
-                events.append(event)
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue
+    for event in lines:
+        name, when, step = (event.get(key) for key in ("event", "time", "step"))
+        if isinstance(name, str) and type(when) in (int, float) and 0 <= when < _LAST_TIME and is_step(step):
+            events.append(event)
+        else:
+            lines.num_damaged += 1
     return events
 
 
