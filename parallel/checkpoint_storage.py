@@ -204,7 +204,11 @@ class S3Storage:
         return self._try(in_python, self.folder, function, object_store(self.folder, self.patience), *args, **kwargs)
 
     def _try(self, function, *args, **kwargs):
-        """Every request goes through here, where tests count them."""
+        """Every request goes through here, where tests count them.
+
+        What obstore tries again within one is not counted: it tells nobody, and trying again here instead would mean
+        to know its errors apart by their texts.  A count of this process would also lack the writer process' requests.
+        """
         return function(*args, **kwargs)
 
 
