@@ -255,6 +255,17 @@ def test_unreadable_samples_are_refused(text):
         parse_samples((text,))
 
 
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [((), "needs a sample"), (("0*32x32:5",), "at least 1, got 0"), (("32x32", "00*32x32"), "at least 1, got 00"),
+     (("32x32+32x32+32x32+32x32+32x32",), "at most 3 references, got 4")],
+)  # fmt: skip
+def test_a_micro_batch_that_no_run_has_is_refused(samples, said):
+    with pytest.raises(ValueError, match=said):
+        main(Config(samples=samples, gpus=1, model="assets/tiny"))
+    assert len(parse_samples(("32x32+32x32+32x32+32x32",))[0][0]) == 4  # three references are an edit's
+
+
 def test_samples_are_read():
     grids, txt_lens = parse_samples(("2*32x48+16x16:7", "16x32"))
     assert grids == (((1, 2, 3), (1, 1, 1)),) * 2 + (((1, 1, 2),),) and txt_lens == (7, 7, 200)

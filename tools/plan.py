@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2_5_VLConfig
 
+from data.edit import MAX_REFERENCES
 from data.reference_size import area_size
 from model.mmdit import MMDiTConfig
 from tools.plan_depth import plan_step
@@ -84,16 +85,25 @@ class Config:
 def parse_samples(samples: tuple[str, ...]) -> tuple[tuple, tuple]:
     """Turn "2*1024x1024+512x512:200" and the like into grids and text lengths of a micro-batch.
 
-    Raises: ValueError for another form, or for sides that are no multiple of 16 pixels.
+    Raises: ValueError for another form, for no sample at all, for sides that are no multiple of 16 pixels, and for more
+    references than an edit has.
     """
+    if not samples:
+        raise ValueError("--samples needs a sample, such as 1024x1024:200")
     grids, txt_lens = [], []
     for text in samples:
         if (match := _SAMPLE.fullmatch(text)) is None:
             raise ValueError(f"--samples {text!r}: write [count*]HxW[+HxW ...][:text tokens], as in 2*1024x768:200")
         count, images, txt_len = match.groups()
+        if count is not None and not int(count):
+            raise ValueError(f"--samples {text!r}: the count must be at least 1, got {count}")
         sizes = [tuple(map(int, image.split("x"))) for image in images.split("+")]
         if any(side < 1 or side % PIXELS_PER_TOKEN for size in sizes for side in size):
             raise ValueError(f"--samples {text!r}: sides must be multiples of {PIXELS_PER_TOKEN} pixels")
+        if len(sizes) - 1 > MAX_REFERENCES:
+            raise ValueError(
+                f"--samples {text!r}: an edit has at most {MAX_REFERENCES} references, got {len(sizes) - 1}"
+            )
         grid = tuple((1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN) for height, width in sizes)
         grids += [grid] * int(count or 1)
         txt_lens += [int(txt_len or 200)] * int(count or 1)
