@@ -1,14 +1,24 @@
 """The rehearsal of faults: what it plans, and a table of two runs that were really disturbed."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from tools import chaos
-from tools.chaos_report import BEGIN, END, Outcome, markdown, write_table
+from tools.chaos_report import BEGIN, END, Outcome, check_table, markdown, write_table
+from tools.chaos_run import Launcher
+from utils.config import parse
 from utils.fault_injection import KINDS, parse_faults
 
 
+@dataclass(frozen=True)
+class Steps:
+    num_steps: int = 0
+    lr: float = 0.0
+
+
 def test_each_kind_gets_a_run_and_saves_are_disturbed_at_a_save():
-    planned = chaos.cases(chaos.Config(ranks=4), 60, 5)
+    planned = chaos.cases(chaos.Config(ranks=4), 60, 4)
     assert list(planned) == list(chaos.CASES) and set(planned) == set(KINDS)
     for kind, faults in planned.items():
         for fault in faults:
@@ -68,6 +78,56 @@ def test_a_command_that_cannot_be_rehearsed(tmp_path, command, said):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is not empty"):
         chaos.main(chaos.Config(folder=str(tmp_path)), ["train_mmdit.py", "--num_steps", "9"])
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [({"kinds": ("kill",), "step": 12}, "kill: --step 12 must be 0 to 11: .* --num_steps 12"),
+     ({"kinds": ("kill",), "step": -1}, "--step -1 must be 0 to 11"),
+     ({"kinds": ("badsample",), "step": 11}, "badsample: --step 11 must be 0 to 10"),  # it strikes twice
+     ({"kinds": ("full",), "save_step": 16}, "full: --save_step 16 .* up to its --num_steps 12"),
+     ({"kinds": ("full",), "save_step": 0}, "--save_step 0 must be a multiple"),
+     ({"kinds": ("full",), "save_step": 6}, "--save_step 6 must be a multiple of the command's --save_every 4")],
+)  # fmt: skip
+def test_a_fault_that_would_not_strike_is_refused(config, said):
+    with pytest.raises(ValueError, match=said):
+        chaos.cases(chaos.Config(**config), 12, 4)
+
+
+def test_the_last_places_that_a_run_has():
+    config = chaos.Config(kinds=("kill", "full", "spike"), step=11, save_step=12)
+    assert [fault.step for (fault,) in chaos.cases(config, 12, 4).values()] == [11, 12, 36]
+    chaos.cases(chaos.Config(kinds=("kill",), save_step=99), 12, 4)  # what no fault asks for may be anything
+    with pytest.raises(ValueError, match="--save_every 0"):
+        chaos.cases(chaos.Config(kinds=("full",)), 12, 0)
+
+
+@pytest.mark.parametrize(
+    "words", [["--num_steps", "12"], ["--num_steps=12"], ["--num-steps=12"], ["--num-steps", "9", "--num_steps", "12"]]
+)
+def test_flags_are_read_as_the_script_reads_them(tmp_path, words):
+    launcher = Launcher(tmp_path / "new", ["train_mmdit.py", *words, "--lr", "0.1"], 2, 5.0, 60.0)
+    assert launcher.number("--num_steps") == parse(Steps, args=[*words, "--lr", "0.1"]).num_steps == 12
+    with pytest.raises(ValueError, match="needs --save_every"):
+        launcher.number("--save_every")
+    with pytest.raises(ValueError, match="needs --lr"):  # 0.1 is no number of steps
+        launcher.number("--lr")
+
+
+def test_a_table_that_cannot_be_written_is_noticed_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(Launcher, "run", lambda *_: pytest.fail("a run was started"))
+    (tmp_path / "page.md").write_text("no marks\n")
+    (tmp_path / "folder").mkdir()
+    for table, said in (
+        ("page.md", "has no lines"),
+        ("folder", "cannot be written"),
+        ("page.md/t", "cannot be written"),
+    ):
+        config = chaos.Config(folder=str(tmp_path / "new"), kinds=("kill",), table=str(tmp_path / table))
+        with pytest.raises(ValueError, match=f"--table .*{said}"):
+            chaos.main(config, ["train_mmdit.py", "--num_steps=12", "--save_every=4"])
+    check_table(tmp_path / "there" / "table.md")
+    assert not any((tmp_path / "there").iterdir()) and (tmp_path / "page.md").read_text() == "no marks\n"
 
 
 @pytest.fixture

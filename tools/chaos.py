@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.chaos_report import Outcome, markdown, write_table
+from tools.chaos_report import Outcome, check_table, markdown, write_table
 from tools.chaos_run import Launcher
 from tools.faulty_store import start_store
 from utils.config import parse, run_main
@@ -66,16 +66,29 @@ def cases(cfg: Config, num_steps: int, save_every: int) -> dict[str, list[Fault]
         raise ValueError(f"--kinds must be of {', '.join(CASES)}; got {', '.join(unknown)}")
     if cfg.checkpoints not in ("local", "tmpfs", "s3"):
         raise ValueError(f"--checkpoints must be local, tmpfs or s3, got {cfg.checkpoints!r}")
-    return (
-        _random_faults(cfg, num_steps, save_every) if cfg.random else {kind: _faults(cfg, kind) for kind in cfg.kinds}
-    )
+    if cfg.random:
+        return _random_faults(cfg, num_steps, save_every)
+    return {kind: _faults(cfg, kind, num_steps, save_every) for kind in cfg.kinds}
 
 
-def _faults(cfg: Config, kind: str) -> list[Fault]:
+def _faults(cfg: Config, kind: str, num_steps: int, save_every: int) -> list[Fault]:
     phase, value = CASES[kind]
-    steps = [_SPIKE_STEP if kind == "spike" else cfg.save_step if phase == "checkpoint" else cfg.step]
-    if kind == "badsample":
-        steps.append(cfg.step + 1)
+    if kind == "spike":
+        steps = [_SPIKE_STEP]  # of as many as _FLAGS say
+    elif phase == "checkpoint":
+        steps = [cfg.save_step]
+        if not 0 < cfg.save_step <= num_steps or save_every < 1 or cfg.save_step % save_every:
+            raise ValueError(
+                f"{kind}: --save_step {cfg.save_step} must be a multiple of the command's --save_every {save_every}, "
+                f"up to its --num_steps {num_steps}: elsewhere nothing is saved that could be disturbed"
+            )
+    else:
+        steps = [cfg.step, cfg.step + 1] if kind == "badsample" else [cfg.step]
+        if not 0 <= steps[0] <= steps[-1] < num_steps:
+            raise ValueError(
+                f"{kind}: --step {cfg.step} must be 0 to {num_steps - len(steps)}: the command's --num_steps "
+                f"{num_steps} ends before it would strike"
+            )
     return [Fault(kind, cfg.ranks - 1, step, phase, value) for step in steps]
 
 
@@ -115,6 +128,8 @@ def place(cfg: Config, name: str) -> str:
 def main(cfg: Config, command: list[str]) -> None:
     launcher = Launcher(Path(cfg.folder), command, cfg.ranks, cfg.hang_s, cfg.timeout_s)
     planned = cases(cfg, launcher.number("--num_steps"), launcher.number("--save_every"))
+    if cfg.table:
+        check_table(Path(cfg.table))
     places, left_out = {name: place(cfg, name) for name in planned}, {}
     why_no_store = start_store()[1] if "s3" in places.values() else ""
     print("undisturbed …", flush=True)

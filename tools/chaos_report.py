@@ -135,16 +135,42 @@ def markdown(
 BEGIN, END = "<!-- tools.chaos: begin -->", "<!-- tools.chaos: end -->"
 
 
+def check_table(path: Path) -> None:
+    """See to it that `write_table` can write the table, before it is made; makes the folder that it goes to.
+
+    Raises: ValueError if it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("a", encoding="utf-8"):  # asks the file system itself: a mode's bits say nothing of a full one
+            pass
+        if is_new:
+            path.unlink()
+        _around_table(path)
+    except OSError as error:
+        raise ValueError(f"--table {path} cannot be written: {error}") from error
+
+
 def write_table(path: Path, table: str) -> None:
-    """Write the table to a file: between the lines BEGIN and END, if it is there and has them."""
+    """Write the table to a file: between the lines BEGIN and END, if it is there and has them.
+
+    Raises: ValueError if it is there and has none.
+    """
+    before, after = _around_table(path)
+    path.write_text(f"{before}\n{table}\n{after}" if before else table, encoding="utf-8")
+
+
+def _around_table(path: Path) -> tuple[str, str]:
+    """Return a file's text up to the line BEGIN, and from END on; nothing of a file that is empty or not there."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     before, begin, rest = text.partition(BEGIN + "\n")
     _, end, after = rest.partition(END)
     if begin and end:
-        table = before + begin + "\n" + table + "\n" + end + after
-    elif text:
+        return before + begin, end + after
+    if text:
         raise ValueError(f"--table {path} is there and has no lines {BEGIN} and {END} between which the table may go")
-    path.write_text(table, encoding="utf-8")
+    return "", ""
 
 
 def _lines(path: Path) -> int:

@@ -36,9 +36,17 @@ class Launcher:
         self._timeout_s, self._hang_s = timeout_s, hang_s
 
     def number(self, flag: str) -> int:
-        """Return the value of a flag of the command.  Raises: ValueError if it is not there."""
+        """Return the value of a flag of the command as the script reads it: the last, "--num-steps=12" as well.
+
+        Raises: ValueError if it is not there.
+        """
+        values = []
+        for word, following in zip(self.words, [*self.words[1:], ""], strict=True):
+            name, equals, value = word.partition("=")
+            if name.replace("-", "_") == flag.replace("-", "_"):
+                values.append(value if equals else following)
         try:
-            return int(self.words[self.words.index(flag) + 1])
+            return int(values[-1])
         except (ValueError, IndexError):
             raise ValueError(f"the command needs {flag} and a number, so that faults can be placed") from None
 
