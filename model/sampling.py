@@ -19,7 +19,8 @@ from model.layout import PackedLayout
 class SamplerSettings:
     """The released inference settings; the shift fields are those of `scheduler_config.json`.
 
-    Raises: ValueError for fewer than 1 step, or a scale that is no finite number.
+    Raises: ValueError for fewer than 1 step, or a scale that is no finite number from 0 on: a negative one
+    would draw what the prompt does not say.
     """
 
     num_steps: int = 50
@@ -31,9 +32,10 @@ class SamplerSettings:
     shift_terminal: float | None = 0.02
 
     def __post_init__(self):
-        if self.num_steps < 1 or not math.isfinite(self.cfg_scale):
+        if self.num_steps < 1 or not 0 <= self.cfg_scale < math.inf:
             raise ValueError(
-                f"a sampler needs at least 1 step and a finite cfg_scale, got {self.num_steps} and {self.cfg_scale}"
+                "a sampler needs at least 1 step and a non-negative, finite cfg_scale, got "
+                f"{self.num_steps} and {self.cfg_scale}"
             )
 
     def grid(self, num_tokens: int) -> Tensor:

@@ -14,6 +14,7 @@ from model.sampling import SamplerSettings, generate
 from parallel.weights import read_safetensors
 from tests.edit_pipeline import as_tensor, make_edit_folder, picture_pipeline, random_picture
 from tests.released_folder import TINY
+from tools import sample
 from utils.random_streams import torch_generator
 
 AREA = 96 * 96
@@ -21,6 +22,18 @@ REFERENCES = [(96, 96), (64, 128), (128, 64)]  # fixed points at this area
 INSTRUCTIONS = ["Remove the dog.", "把红苹果换成狗脸", "Draw both in the snow, and more of it.", "x"]
 SETTINGS = SamplerSettings(num_steps=4, cfg_scale=3.0)
 CONFIG = MMDiTConfig.from_folder(TINY / "transformer")
+
+
+@pytest.mark.parametrize("wrong", [{"cfg_scale": x} for x in (-1.0, float("inf"), float("nan"))] + [{"num_steps": 0}])
+def test_what_no_sampler_can_do_is_refused(wrong):
+    with pytest.raises(ValueError, match="at least 1 step and a non-negative, finite cfg_scale, got"):
+        dataclasses.replace(SETTINGS, **wrong)
+    assert dataclasses.replace(SETTINGS, cfg_scale=0.0).cfg_scale == 0  # as if without a prompt
+
+
+def test_a_wrong_scale_is_refused_before_weights_are_read(tmp_path):
+    with pytest.raises(ValueError, match="finite cfg_scale, got 30 and -2.0"):
+        sample.main(sample.Config(model=str(tmp_path / "none"), prompt=("x",), cfg_scale=-2.0))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["2509", "zero_cond_t"])

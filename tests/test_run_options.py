@@ -27,6 +27,8 @@ from utils.run_options import MAY_CHANGE, check_options
         ({"beta1": 1.0}, "--beta1 must be at least 0 and below 1, got 1.0"),
         ({"lora_rank": -4}, "--lora_rank must be at least 0 and below inf, got -4"),
         ({"lora_dropout": 1.0}, "--lora_dropout must be at least 0 and below 1, got 1.0"),
+        ({"sample_cfg_scale": -1.0}, "--sample_cfg_scale must not be negative, got -1.0"),
+        ({"sample_cfg_scale": float("inf")}, "--sample_cfg_scale must be at least 0 and below inf, got inf"),
         ({"max_grad_norm": 0.0}, "--max_grad_norm must be above 0, got 0.0; inf clips nothing"),
         ({"optimizer": "sgd"}, "--optimizer must be one of adamw, muon, got 'sgd'"),
     ],

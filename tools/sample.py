@@ -194,6 +194,7 @@ def main(cfg: Config) -> None:
     if not prompts:
         raise ValueError("no prompt: give --prompt (repeatable) or --prompts_file")
     sized = [split_size(prompt, cfg.width, cfg.height) for prompt in prompts]
+    settings = sampler_settings(find_model(cfg.run, cfg.model)[0], cfg.num_steps, cfg.cfg_scale)
     network, encoders, source = load_model(cfg.run, cfg.model, cfg.step, cfg.weights, device, dtype)
     print(f"weights: {source}")
 
@@ -203,7 +204,6 @@ def main(cfg: Config) -> None:
         for i, (_, width, height) in enumerate(sized)
     ]
     texts = [text for text, _, _ in sized]
-    settings = sampler_settings(find_model(cfg.run, cfg.model)[0], cfg.num_steps, cfg.cfg_scale)
     languages = [language_row(language_of(text)) for text in texts] if network.config.num_languages else None
     pictures = draw_pictures(
         network, encoders, texts, noise, settings, cfg.negative_prompt, cfg.max_tokens_per_pack, languages
