@@ -391,7 +391,8 @@ def main(cfg: Config) -> None:
         run_log.stop(step, guard.stop.kind)
         run_log.close()
     else:
-        run_log.done(saved, f"tools.edit --model {folder} --image a.png --instruction 'Make the background pink.'")
+        edit = f"tools.edit --model {folder} --image a.png --instruction 'Make the background pink.'"
+        run_log.done(saved, edit if ema or has_weights(f"{cfg.model}/transformer") else f"tools.report {folder}")
     shutdown()
 
 

@@ -1,7 +1,10 @@
 """The edit script through its command line: any number of ranks gives the same weights, resumes to the bit."""
 
 import dataclasses
+import importlib
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -15,9 +18,10 @@ from parallel import checkpoint
 from parallel.weights import read_safetensors
 from tests.edit_shards import write_edit_shard
 from tests.released_folder import make_released
-from tests.script_runs import run_script
+from tests.script_runs import REPOSITORY, run_script
 from tools import evaluate_edit, export
 from train_edit_ddp import Config
+from utils.config import parse
 from utils.run_events import read_events
 
 FAST = [
@@ -25,6 +29,9 @@ FAST = [
     "--sample_every", "0", "--log_every", "1", "--log_samples", "--eval_samples", "4", "--num_steps", "5",
     "--save_every", "5", "--optimizer", "adamw", "--lr", "4e-3", "--planner_lr", "1e-3",
 ]  # fmt: skip
+SMALL = MMDiTConfig(
+    num_layers=2, attention_head_dim=8, num_attention_heads=4, joint_attention_dim=128, axes_dims_rope=(2, 2, 4)
+)
 
 
 @pytest.fixture(scope="module")
@@ -164,19 +171,32 @@ def test_everything_a_run_should_leave(folder, tmp_path):
     assert report["all"]["vae"]["inside"] < report["all"]["untrained"]["inside"]
 
 
-@pytest.mark.parametrize("part", ["planner", "renderer"])
-def test_trains_either_alone(folder, tmp_path, part):
-    train(folder, tmp_path / "run", "--train", part, "--num_steps", "2", "--save_every", "2", ranks=2)
+@pytest.mark.parametrize("part", ["planner", "renderer", "planner of a model with a renderer"])
+def test_trains_either_alone_and_names_a_command_that_works(folder, tmp_path, monkeypatch, part):
+    part, *with_renderer = part.split(" of ")
+    flags = ["--model", str(make_released(tmp_path / "model", SMALL))] if with_renderer else []
+    flags += ["--train", part, "--num_steps", "2", "--save_every", "2"]
+    printed = train(folder, tmp_path / "run", *flags, ranks=2)
     parts = {name.split(".")[0] for name in state(tmp_path / "run", 2)} - {"optimizer"}
     assert parts == ({"planner"} if part == "planner" else {"renderer", "ema"})
+
+    name, arguments = re.search(r"try it +\./launch\.sh -m (\S+) (.*)", printed).groups()
+    assert name == ("tools.edit" if "renderer" in parts or with_renderer else "tools.report")
+    arguments = shlex.split(arguments)
+    if name == "tools.edit":
+        Image.new("RGB", (96, 96)).save(tmp_path / "a.png")
+        arguments += ["--num_steps", "1", "--no_plan"]
+    tool = importlib.import_module(name)
+    monkeypatch.chdir(tmp_path)
+    if not with_renderer:  # the run names its model folder from the repository
+        (tmp_path / "assets").symlink_to(REPOSITORY / "assets")
+    tool.main(parse(tool.Config, args=arguments))
+    assert (tmp_path / ("edits/grid.png" if name == "tools.edit" else "run/report.html")).is_file()
 
 
 def test_adapters_of_the_renderer(folder, tmp_path):
     """DDP with adapters: what is stored is theirs alone, the same on 1 rank and, resumed, on 2."""
-    config = MMDiTConfig(
-        num_layers=2, attention_head_dim=8, num_attention_heads=4, joint_attention_dim=128, axes_dims_rope=(2, 2, 4)
-    )
-    model = make_released(tmp_path / "model", config)
+    model = make_released(tmp_path / "model", SMALL)
     flags = ["--model", str(model), "--train", "renderer", "--lora_rank", "2", "--save_every", "2"]
     train(folder, tmp_path / "one", *flags, "--num_steps", "4")
     train(folder, tmp_path / "two", *flags, "--num_steps", "2", ranks=2)
