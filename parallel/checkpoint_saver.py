@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class CheckpointSaver:
     saved_step: the newest step that this saver knows to be published, None at first.  num_failures: failed saves so
     far.  last_save_s: how long the save of saved_step took until it was published, 0 at first and if it was there
     before.  last_copy_wait_s: how long training waited for its copy, after the call of `save`.  saving_since:
-    time.monotonic() of a save that goes on, or None.
+    time.monotonic() of a save that goes on, or None.  on_failure: is called with the step of each save that fails, when
+    it does, in the background from the save's own thread; None at first.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class CheckpointSaver:
         self.saved_step: int | None = None
         self.num_failures, self.last_save_s, self.last_copy_wait_s = 0, 0.0, 0.0
         self.saving_since: float | None = None
+        self.on_failure: Callable[[int], None] | None = None
         self._about, self._max_failures, self._timeout_s = about or {}, max_failures, timeout_s
-        self._failures_in_row, self._last_error = 0, None
+        self._failures_in_row, self._last_failure = 0, ""
         self._owner: Owner | None = None
         self._layout: Layout | None = None
         self._copy: StagedCopy | None = None
@@ -216,7 +219,7 @@ class CheckpointSaver:
         if self._failures_in_row >= self._max_failures:
             raise ValueError(
                 f"{self._failures_in_row} saves in a row have failed; the newest checkpoint is that of step "
-                f"{self.saved_step}.  The last: {self._last_error}"
+                f"{self.saved_step}.  The last, {self._last_failure}"
             )
 
     def _plan(self, tensors: dict[str, Tensor]) -> None:
@@ -262,16 +265,18 @@ class CheckpointSaver:
             publish(self.storage, step, self._layout, write, record, self._group)
         except Exception as error:
             self.num_failures, self._failures_in_row = self.num_failures + 1, self._failures_in_row + 1
-            self.saving_since, self._last_error = None, error
+            self.saving_since, self._last_failure = None, f"of step {step}: {error}"
             if is_main():
                 log.warning(
-                    "save %d in a row failed, %d in all; training goes on: %s",
-                    self._failures_in_row, self.num_failures, error,
+                    "step %d: save %d in a row failed, %d in all; training goes on: %s",
+                    step, self._failures_in_row, self.num_failures, error,
                 )  # fmt: skip
+            if self.on_failure is not None:
+                self.on_failure(step)
             return
         self.last_save_s, self.saving_since = time.perf_counter() - started, None
         self.last_copy_wait_s = self._copy.waited_s if self._copy is not None else 0.0
-        self.saved_step, self._failures_in_row, self._last_error = step, 0, None
+        self.saved_step, self._failures_in_row, self._last_failure = step, 0, ""
         if is_main():
             self._prune()
 

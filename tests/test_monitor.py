@@ -322,6 +322,29 @@ def test_every_save_is_reported_once_with_its_times_and_bytes(tmp_path, monkeypa
     run_log.close()
 
 
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_save_that_fails_in_the_background_is_reported_with_its_own_step(tmp_path, monkeypatch, caplog, mode):
+    """Also the last one, whose failure ends the run before anything looks again."""
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
+
+    def full(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint_saver, "make_room", full)  # a failure that says nothing of a step itself
+    saver = CheckpointSaver(tmp_path / "checkpoints", mode)
+    run_log, tensors = start(tmp_path, 0, saver=saver), {"w": torch.ones(1000)}
+    for step in (2, 4):
+        with run_log.saving(step):
+            saver.save(step, tensors, {"step": step})
+    with pytest.raises(ValueError, match="The last, of step 4: .*disk full"):
+        saver.close()
+    failed = [e["step"] for e in read_events(tmp_path) if e["event"] == "checkpoint_failed"]
+    assert failed == [2, 4] and run_log.monitor.values()["trainer_checkpoint_failures_total", ""] == 2
+    said = [message.partition(" failed")[0] for message in caplog.messages if "in a row" in message]
+    assert said == ["step 2: save 1 in a row", "step 4: save 2 in a row"]
+    run_log.close()
+
+
 def test_a_checkpoint_that_was_there_is_no_save(tmp_path):
     tensors = {"w": torch.ones(1000)}
     CheckpointSaver(tmp_path / "checkpoints").save(2, tensors, {"step": 2})

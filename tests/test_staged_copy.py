@@ -211,7 +211,7 @@ def fail_to_copy_on_one_rank(rank, num_ranks, folder, mode):
     saver.wait_for_copy()
     saver.wait()
     staged_copy._fill = fill
-    failed = saver.num_failures, str(saver._last_error), saver.saved_step
+    failed = saver.num_failures, saver._last_failure, saver.saved_step
     saver.save(3, tensors, {"step": 3})
     saver.close()
     return *failed, saver.saved_step

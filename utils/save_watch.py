@@ -1,7 +1,7 @@
 """What becomes of a run's saves, which may go on in the background, for its monitor and its events."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,7 +13,7 @@ class Saver(Protocol):
     """What there is to see of `parallel.checkpoint_saver.CheckpointSaver`."""
 
     saved_step: int | None  # the newest published
-    num_failures: int
+    on_failure: Callable[[int], None] | None  # is called with the step of each save that fails
     last_save_s: float  # of saved_step, until it was published; 0 if it was there before
     last_copy_wait_s: float  # of saved_step: how long training waited for its copy after the call
     num_bytes: int  # of a checkpoint, over all ranks
@@ -22,17 +22,18 @@ class Saver(Protocol):
 
 
 class SaveWatch:
-    """Reports each save once, when it is published: how long training waited for it, and how long it took.
+    """Reports each save once: one that fails as it does, else when it is published, with what it took and kept waiting.
 
     events: None on ranks that write none.
     """
 
     def __init__(self, saver: Saver, monitor: Monitor, events: RunEvents | None):
         self._saver, self._monitor, self._events = saver, monitor, events
-        self._step, self._failures = saver.saved_step, saver.num_failures
+        self._step = saver.saved_step
         self._stalls: dict[int, float] = {}  # of saves that are not known to be published
         monitor.saving_since = lambda: saver.saving_since
         monitor.watch(self._room)
+        saver.on_failure = self._failed  # at once: a last save that fails ends the run before another look
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
@@ -48,14 +49,15 @@ class SaveWatch:
         free = self._saver.free_bytes
         return {} if free is None else {"trainer_checkpoint_disk_free_bytes": free}
 
+    def _failed(self, step: int) -> None:
+        """Report that the save of `step` failed; from the thread of the save."""
+        self._monitor.checkpoint_failed()
+        if self._events is not None:
+            self._events.add("checkpoint_failed", step)
+
     def look(self) -> None:
         """Report what has happened since the last look; cheap."""
         saver = self._saver
-        failed, self._failures = saver.num_failures - self._failures, saver.num_failures
-        if failed > 0:
-            self._monitor.checkpoint_failed(failed)
-            if self._events is not None:
-                self._events.add("checkpoint_failed", max(self._stalls, default=0))
         step = saver.saved_step
         if step == self._step or step is None:
             return
