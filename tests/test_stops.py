@@ -94,8 +94,21 @@ def test_a_save_that_will_not_fit_is_said_at_the_start(tmp_path, caplog, monkeyp
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     StopSignals(tmp_path)
     assert len(caplog.messages) == 1 and "41 s" in caplog.messages[0] and "30 s" in caplog.messages[0]
-    (tmp_path / "last_save.json").write_text("{")  # cut by a crash: no reason not to start
-    StopSignals(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "null", "[]", "7", '"41"', "\0\0", '{"seconds": null}', '{"seconds": [41]}', '{"seconds": "x"}',
+     '{"second": 41}', '{"seconds": NaN}', '{"seconds": 1e400}', '{"seconds": -41}', '{"seconds": 1%s}' % ("0" * 400),
+     "[" * 100_000],
+    ids=range(16),
+)  # fmt: skip
+def test_a_damaged_note_of_the_last_save_is_as_none(tmp_path, caplog, text):
+    """As a crash or a power cut leaves it: the run starts, and neither stops at once nor warns of a long save."""
+    logging.getLogger("train").propagate = True
+    (tmp_path / "last_save.json").write_text(text)
+    assert asked(StopSignals(tmp_path)) == asked(StopSignals(tmp_path, max_hours=1.0)) == []
+    assert not caplog.messages
 
 
 def test_a_negative_limit_is_refused(tmp_path):

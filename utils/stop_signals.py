@@ -120,7 +120,9 @@ class StopSignals:
 
 
 def _last_save_s(folder: Path) -> float:
+    """Return the seconds that are noted; 0 without a note, or of one that a crash or a power cut has damaged."""
     try:
-        return float(json.loads((folder / "last_save.json").read_text())["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
+        seconds = float(json.loads((folder / "last_save.json").read_text())["seconds"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0.0
+    return seconds if 0 <= seconds < float("inf") else 0.0  # with an endless save no time would ever be left
