@@ -1,0 +1,3 @@
+from model.import_noise import silence
+
+silence()
