@@ -36,7 +36,7 @@ log = logging.getLogger("train")
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence the library's advice and progress bars; what matters is checked and raised."""
     verbosity, progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -63,7 +63,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> Qwen2_5_VLForConditionalGen
 
 def load_vlm(folder: Path, dtype: torch.dtype) -> Qwen2_5_VLForConditionalGeneration:
     """Load the whole model of a `text_encoder/` folder.  Raises: ValueError if a file or a weight is missing."""
-    with _quiet_transformers():
+    with quiet_transformers():
         return _load_model(folder, dtype)
 
 
@@ -168,7 +168,7 @@ class TextEncoder(nn.Module):
         folder = Path(model_folder) / "tokenizer"
         if not folder.is_dir():
             raise ValueError(f"no tokenizer/ in {model_folder}; give a folder in the released layout")
-        with _quiet_transformers():
+        with quiet_transformers():
             return cls(
                 _load_tokenizer(folder), nn.Identity(), _tokenizer_id(folder),
                 geometry=_geometry(folder.with_name("text_encoder")), labels_pictures=_is_labelled(Path(model_folder)),
@@ -176,7 +176,7 @@ class TextEncoder(nn.Module):
 
     def load_weights(self, folder: Path, device: torch.device, dtype: torch.dtype, with_vision: bool = False) -> None:
         """Read the weights of a `text_encoder/` folder.  Raises: ValueError if a file or a weight is missing."""
-        with _quiet_transformers():
+        with quiet_transformers():
             model = _load_model(folder, dtype)
         self.language_model, self.vlm = model.model.language_model, model if with_vision else None
         self.to(device).eval().requires_grad_(False)

@@ -87,9 +87,11 @@ def test_the_edit_pipeline_draws_what_the_run_draws(folder, tensors, tmp_path, m
     assert abs(ours - before).max() > 10
 
 
-def test_a_run_of_the_planner_alone(folder, tensors, tmp_path):
+def test_a_run_of_the_planner_alone(folder, tensors, tmp_path, capfd):
     run = make_edit_run(tmp_path / "run", folder, tensors, "planner")
+    capfd.readouterr()
     export.main(export.Config(str(run), str(tmp_path / "out")))
+    assert capfd.readouterr().err == ""  # no bar of a library, which would be there without a terminal as well
     original = (folder / "transformer").iterdir()
     assert {p.name: p.read_bytes() for p in original} == {
         p.name: p.read_bytes() for p in (tmp_path / "out/transformer").iterdir()

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.text_encoder import load_vlm
+from model.text_encoder import load_vlm, quiet_transformers
 from parallel.checkpoint import StoredTensors
 
 _PLANNER = "planner.vlm."  # before the names of its weights in a checkpoint of train_edit_ddp.py
@@ -44,7 +44,8 @@ class ExportedPlanner:
                     "give --model the folder that the run was trained with"
                 )
             parameters[name].copy_(tensor)
-        model.save_pretrained(folder, max_shard_size=int(max_shard_gb * 1e9))
+        with quiet_transformers():
+            model.save_pretrained(folder, max_shard_size=int(max_shard_gb * 1e9))
         trained = set(self.names)
         for name, parameter in load_vlm(folder, self._dtype).named_parameters():
             expected = self._read(name) if name in trained else parameters[name]

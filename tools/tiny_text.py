@@ -23,6 +23,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from data.emoji_captions import COLOURS, PLACES, emoji_captions, scene_captions
 from data.emoji_table import load_emoji
 from model.templates import EDIT_PREFIX, SUFFIX, TEXT_TO_IMAGE_PREFIX
+from model.text_encoder import quiet_transformers
 
 VOCABULARY = 4608
 WIDTH = 128  # joint_attention_dim of the tiny transformer
@@ -190,5 +191,6 @@ def retrieval(model, tokenizer, names: list[tuple[str, str]]) -> dict[str, float
 
 def save_text(model: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
     """Write `text_encoder/` (bfloat16) and `tokenizer/` of a released folder."""
-    model.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
+    with quiet_transformers():
+        model.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
     tokenizer.save_pretrained(folder / "tokenizer")
