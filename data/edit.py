@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data.captions import decode_text
 from data.edit_plan import EditPlan
-from data.images import MULTIPLE, decode_image, fit, has_transparency
+from data.images import MULTIPLE, decode_image, fit, has_transparency, kept_box
 from data.reference_size import Size, area_size, clipped_area_size
 
 CATEGORIES = ("recolor", "replace", "transform", "add", "remove", "background", "move", "text", "other")
@@ -111,10 +111,21 @@ def num_reference_tokens(sizes: Iterable[Size]) -> int:
     return sum((height // MULTIPLE) * (width // MULTIPLE) for height, width in sizes)
 
 
-def decode_reference(data: bytes, vae_area: int, condition_area: int) -> ReferencePicture:
-    """Decode a reference and scale it for both encoders.  Raises: ValueError if it is no picture, or too thin."""
+def decode_reference(
+    data: bytes, vae_area: int, condition_area: int, target: Size | None = None, trained: Size | None = None
+) -> ReferencePicture:
+    """Decode a reference and scale it for both encoders.
+
+    target, trained: size of the edit's target, and the size that it is cut to.  Of a reference of the target's own size
+    the VAE sees what is left of the target, so that both still lie on each other.  The planner sees it whole: that is
+    what the boxes of a plan are about.
+    Raises: ValueError if it is no picture, or too thin.
+    """
     image = decode_image(data)
-    return ReferencePicture(*(_scaled(image, area) for area in (vae_area, condition_area)))
+    size = image.height, image.width
+    box = kept_box(*target, trained) if size == target else None
+    vae, condition = (area_size(*size, area) for area in (vae_area, condition_area))
+    return ReferencePicture(_resized(image, vae, box), _resized(image, condition))
 
 
 def scaled_reference(pixels: Tensor, vae_area: int, condition_area: int) -> ReferencePicture:
@@ -124,14 +135,11 @@ def scaled_reference(pixels: Tensor, vae_area: int, condition_area: int) -> Refe
     return ReferencePicture(*(_resized(image, size) for size in sizes))
 
 
-def _scaled(image: Image.Image, area: int) -> Tensor:
-    return _resized(image, area_size(image.height, image.width, area))
-
-
-def _resized(image: Image.Image, size: Size) -> Tensor:
+def _resized(image: Image.Image, size: Size, box: tuple[float, float, float, float] | None = None) -> Tensor:
+    """Return a picture, or what `box` = (left, top, right, bottom) holds of it, at a size, uint8 (3, H, W)."""
     height, width = size
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    if image.size != (width, height) or box not in (None, (0, 0, *image.size)):
+        image = image.resize((width, height), Image.Resampling.LANCZOS, box)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 

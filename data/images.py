@@ -140,10 +140,25 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     height, width = size
     if (image.height, image.width) == size:
         return image
-    # A picture that is only cropped keeps its pixels.
-    if not (0 <= image.height - height < MULTIPLE and 0 <= image.width - width < MULTIPLE):
-        scale = max(height / image.height, width / image.width)
-        scaled = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
-        image = image.resize(scaled, Image.Resampling.LANCZOS)
-    left, top = (image.width - width) // 2, (image.height - height) // 2
+    scaled, (top, left) = _placed(image.height, image.width, size)
+    if scaled != (image.height, image.width):
+        image = image.resize((scaled[1], scaled[0]), Image.Resampling.LANCZOS)
     return image.crop((left, top, left + width, top + height))
+
+
+def kept_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """Return what `fit` to `size` keeps of a picture: (left, top, right, bottom) in the picture's own pixels."""
+    scaled, (top, left) = _placed(height, width, size)
+    down, across = height / scaled[0], width / scaled[1]
+    right, bottom = min(width, (left + size[1]) * across), min(height, (top + size[0]) * down)  # rounding adds a little
+    return left * across, top * down, right, bottom
+
+
+def _placed(height: int, width: int, size: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the (height, width) to which a picture is scaled, and the (top, left) of what is kept of that."""
+    scaled = height, width
+    # A picture that is only cropped keeps its pixels.
+    if not (0 <= height - size[0] < MULTIPLE and 0 <= width - size[1] < MULTIPLE):
+        scale = max(size[0] / height, size[1] / width)
+        scaled = max(size[0], round(height * scale)), max(size[1], round(width * scale))
+    return scaled, ((scaled[0] - size[0]) // 2, (scaled[1] - size[1]) // 2)

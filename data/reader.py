@@ -234,12 +234,12 @@ class Reader:
         record = self.index[planned.index]
         if record.references is None:
             return None, None
-        areas = self.reference_pixels, self.condition_pixels
-        pictures = tuple(decode_reference(bytes(data), *areas) for data in contents[: len(record.references)])
+        how = self.reference_pixels, self.condition_pixels, (record.height, record.width)
+        trained = planned.height, planned.width
+        pictures = tuple(decode_reference(bytes(data), *how, trained) for data in contents[: len(record.references)])
         if record.mask is None:
             return pictures, None
-        target = (record.height, record.width)
-        return pictures, decode_mask(bytes(contents[-1]), target, (planned.height, planned.width))
+        return pictures, decode_mask(bytes(contents[-1]), how[-1], trained)
 
     def _parse(self, i: int, data: bytes | None) -> "_Meta":
         with self._lock:

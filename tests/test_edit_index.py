@@ -195,6 +195,47 @@ def test_what_is_read_is_what_was_written(tmp_path):
     assert one.caption == "change one so" and one.pixels.shape == (3, 64, 96)
 
 
+def dots_bytes(height: int, width: int, places: list[tuple[float, float]]) -> bytes:
+    """A black picture with soft white dots at (x, y), in pixels from its upper left corner."""
+    y, x = np.mgrid[:height, :width] + 0.5
+    light = sum(np.exp(-((x - at_x) ** 2 + (y - at_y) ** 2) / 18) for at_x, at_y in places)
+    buffer = io.BytesIO()
+    Image.fromarray((255 * light).round().astype(np.uint8)).convert("RGB").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def dots_of(picture: torch.Tensor) -> np.ndarray:
+    """Return where the dots of the four quarters of a picture are, (4, 2) x and y as shares of its sides."""
+    light = picture[0].double().numpy()
+    height, width = light.shape
+    y, x = (np.mgrid[:height, :width] + 0.5) / np.array([height, width])[:, None, None]
+    quarters = [(slice(*rows), slice(*columns)) for rows in ((0, height // 2), (height // 2, None))
+                for columns in ((0, width // 2), (width // 2, None))]  # fmt: skip
+    return np.array([[np.average(axis[q], weights=light[q]) for axis in (x, y)] for q in quarters])
+
+
+@pytest.mark.parametrize("target", [(111, 159), (96, 127), (300, 217)])  # the last is scaled down, and then cut
+def test_a_reference_of_the_target_s_size_lies_on_it_when_both_are_trained(tmp_path, target):
+    """A picture that is edited nowhere is, to the VAE, at the same places in target and reference."""
+    height, width = target
+    places = [(x * width, y * height) for y in (0.2, 0.8) for x in (0.2, 0.8)]
+    samples = [edit("a", [target, (64, 96)], target), edit("b", [target], target, mask_bytes(*target, (0, 0, 9, 9)))]
+    for sample in samples:
+        sample["members"] |= {"png": dots_bytes(*target, places), "ref0.png": dots_bytes(*target, places)}
+    index = index_of(tmp_path, samples)
+    reader = reader_of(index, max_pixels=160 * 160)
+    for i in range(len(samples)):
+        planned = every_language(index, i, 160 * 160, AREA)[0]
+        read = reader.read(planned)
+        assert read.pixels.shape[1:] == (planned.height, planned.width) != target
+        assert tuple(read.references[0].vae.shape[1:]) == planned.reference_sizes[0] == area_size(*target, AREA)
+        apart = np.abs(dots_of(read.pixels) - dots_of(read.references[0].vae))
+        assert apart.max() < 0.003, apart  # of a side: a third of a pixel of 96
+        # What the plan's boxes are about stays whole.
+        whole = np.abs(dots_of(read.references[0].condition) - np.array(places) / (width, height))
+        assert whole.max() < 0.01, whole
+
+
 def test_a_mask_is_cut_as_its_target_is(tmp_path):
     target, box = (70, 100), (10, 5, 60, 30)
     index = index_of(tmp_path, [edit("a", [(64, 64)], target, mask_bytes(*target, box))])

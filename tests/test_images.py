@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from data.images import decode_image, fit, fitted_size, shown_size
+from data.images import decode_image, fit, fitted_size, kept_box, shown_size
 
 
 def encoded(image: Image.Image, kind: str, **options) -> bytes:
@@ -138,6 +138,22 @@ def test_a_circle_stays_a_circle(size):
     assert fitted.shape == target
     rows, columns = fitted.any(1).sum(), fitted.any(0).sum()
     assert abs(int(rows) - int(columns)) <= 2
+
+
+@pytest.mark.parametrize("size", [(300, 300), (200, 420), (517, 331), (1000, 90), (100, 70)])
+def test_the_box_is_what_is_kept(size):
+    """A picture of its own coordinates says, after it was fitted, where its middle and its edges come from."""
+    width, height = size
+    target = fitted_size(height, width, 16, 128 * 128)
+    left, top, right, bottom = kept_box(height, width, target)
+    assert 0 <= left < right <= width and 0 <= top < bottom <= height
+    for axis, (begin, end), side in ((1, (left, right), target[1]), (0, (top, bottom), target[0])):
+        ramp = np.arange(size[1 - axis]) + 0.5
+        own = np.broadcast_to(ramp if axis else ramp[:, None], (height, width)).astype(np.float32)
+        seen = np.asarray(fit(Image.fromarray(own), target)).mean(axis=1 - axis)
+        expected = begin + (np.arange(side) + 0.5) * (end - begin) / side
+        inside = slice(side // 4, -(side // 4))  # at the picture's edges the filter sees one side alone
+        assert np.abs(seen - expected)[inside].max() < 0.01 * (end - begin) / side + 1e-3
 
 
 def test_cropping_alone_keeps_pixels():
