@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from data.emoji_table import draw_emoji, load_emoji
 from model.text_encoder import TextEncoder
 from tests.edit_pipeline import TINY, as_tensor
+from tools.tiny_reader import TinyReader
 from tools.tiny_scenes import random_scene
-from tools.tiny_vision import FrozenReader, load_with_new_tower, save_vision
+from tools.tiny_vision import load_with_new_tower, save_vision
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def encoder():
 
 @pytest.fixture(scope="module")
 def reader(encoder):
-    return FrozenReader(encoder.vlm, encoder.tokenizer)
+    return TinyReader(encoder.vlm, encoder.tokenizer)
 
 
 def test_the_recipe_reads_as_the_text_encoder_does(encoder, reader):

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from tools.tiny_scenes import Scene
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
-_FAR_OFF = 0.2  # of a picture's side: a box is read wrongly if one of its edges is further off
+FAR_OFF = 0.2  # of a picture's side: a box is read wrongly if one of its edges is further off
 
 
-def _covered(box: Box, height: int, width: int, rows: int, columns: int) -> Tensor:
+def covered(box: Box, height: int, width: int, rows: int, columns: int) -> Tensor:
     """Return how much of each token of a picture a box covers, (rows, columns) in 0 to 1."""
 
     def cover(low: float, high: float, size: int, count: int) -> Tensor:
@@ -25,7 +25,7 @@ def _covered(box: Box, height: int, width: int, rows: int, columns: int) -> Tens
 
 def state_at(states: Tensor, box: Box, height: int, width: int) -> Tensor:
     """Return the unit-norm mean of a grid of states (rows, columns, width), weighted by how much a box covers each."""
-    weights = _covered(box, height, width, *states.shape[:2])
+    weights = covered(box, height, width, *states.shape[:2])
     return F.normalize((states * weights[..., None]).sum((0, 1)), dim=-1)
 
 
@@ -40,7 +40,7 @@ def box_errors(reader: nn.Linear, tokens: Sequence[Tensor], scenes: Sequence[Sce
         told = reader(F.rms_norm(own, own.shape[-1:]))  # (rows, columns, 4)
         for _, box in scene.things:
             errors.append((told - torch.tensor(box) / torch.tensor([width, height] * 2)).flatten(0, 1))
-            weights.append(_covered(box, height, width, *own.shape[:2]).flatten())
+            weights.append(covered(box, height, width, *own.shape[:2]).flatten())
     error, weight = torch.cat(errors), torch.cat(weights)
-    is_far = (error.abs().amax(-1) > _FAR_OFF).float()
+    is_far = (error.abs().amax(-1) > FAR_OFF).float()
     return error.square().mean(-1) @ weight / weight.sum(), is_far @ weight / weight.sum()

@@ -12,7 +12,6 @@ Called by `python -m tools.make_tiny --part vision`.
 """
 
 import json
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -22,20 +21,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from data.emoji_table import Emoji, load_emoji
-from model.templates import (
-    EDIT_PREFIX,
-    PICTURE_LABEL,
-    SUFFIX,
-    TEXT_TO_IMAGE_PREFIX,
-    VISION_END,
-    VISION_START,
-)
-from model.text_encoder import TextEncoder
 from model.vision_input import VisionGeometry
 from tools.tiny_boxes import box_errors, state_at
+from tools.tiny_reader import TinyReader
 from tools.tiny_scenes import Scene, draw, emoji_lists, random_scene
 from utils.muon import Muon
 
@@ -47,82 +38,6 @@ _PICTURE_SCALE = 10.0  # of a picture's tokens when training starts, against wor
 # Of each phase: steps, learning rates against those above, shares of pictures of the three lists of `emoji_lists`, and
 # the weight of the boxes' error.
 _PHASES = [(1250, 1.0, (0.75, 0.0, 0.25), 0.0), (2000, 0.7, (0.5, 0.4, 0.1), 20.0)]
-
-
-class FrozenReader:
-    """The frozen language model around the tower: states of texts, and of pictures with a caption after them."""
-
-    def __init__(self, model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase):
-        self.model, self.tokenizer = model, tokenizer
-        geometry = VisionGeometry.from_config(model.config.vision_config.to_dict())
-        self.text = TextEncoder(tokenizer, model.model.language_model, "", model, geometry)
-        self.prefixes = {prefix: self._read_prefix(prefix) for prefix in (TEXT_TO_IMAGE_PREFIX, EDIT_PREFIX)}
-
-    @torch.no_grad()
-    def _read_prefix(self, prefix: str) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
-        """Return a prefix's ids and its keys and values in each layer: no later token changes them."""
-        ids, cache = self.tokenizer(prefix)["input_ids"], DynamicCache()
-        self.model.model.language_model(input_ids=torch.tensor([ids]), cache=cache, use_cache=True)
-        return ids, [(layer.keys, layer.values) for layer in cache.layers]
-
-    def _read(
-        self, prefix: str, rows: list[list[int]], pictures: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, states and the mask of what is real, (rows, longest) each, of what follows a prefix.
-
-        And the tower's tokens of all pictures, (tokens, width).
-        """
-        start, kept = self.prefixes[prefix]
-        inputs = self.text.model_inputs([start + row for row in rows], pictures)
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        own = slice(len(start), None)
-        embedded = self.model.get_input_embeddings()(ids[:, own])
-        positions, seen = None, embedded.new_zeros(0, embedded.shape[-1])
-        if len(pictures):
-            grid = inputs["image_grid_thw"]
-            seen = self.model.model.visual(inputs["pixel_values"], grid_thw=grid).pooler_output
-            is_picture = (ids[:, own] == self.text.image_pad)[..., None]
-            embedded = embedded.masked_scatter(is_picture, seen)
-            positions, _ = self.model.model.get_rope_index(
-                ids, image_grid_thw=grid, attention_mask=mask, mm_token_type_ids=inputs["mm_token_type_ids"]
-            )
-            positions = positions[..., own]
-        cache = DynamicCache([(k.expand(len(rows), -1, -1, -1), v.expand(len(rows), -1, -1, -1)) for k, v in kept])
-        states = self.model.model.language_model(
-            inputs_embeds=embedded, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
-        ).last_hidden_state
-        return ids[:, own], states, mask[:, own].bool(), seen
-
-    @torch.no_grad()
-    def of_texts(self, texts: Sequence[str]) -> Tensor:
-        """Return the mean states of captions, unit norm, (texts, width)."""
-        _, states, mask, _ = self._read(TEXT_TO_IMAGE_PREFIX, [self.tokenizer(t + SUFFIX)["input_ids"] for t in texts])
-        return F.normalize((states * mask[..., None]).sum(1), dim=-1)
-
-    def of_pictures(
-        self, pictures: Sequence[Tensor], captions: Sequence[str]
-    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Return of each picture states and the tower's tokens, (rows, columns, width), and its caption's loss."""
-        rows, grids = [], []
-        for picture, caption in zip(pictures, captions, strict=True):
-            _, height, width = self.text.geometry.grid(*picture.shape[1:])
-            merge = self.text.geometry.merge_size
-            grids.append((height // merge, width // merge))
-            label = PICTURE_LABEL.format(number=1) + VISION_START
-            pads = [self.text.image_pad] * self.text.geometry.num_tokens(*picture.shape[1:])
-            after = self.tokenizer(VISION_END)["input_ids"] + self.tokenizer(caption + SUFFIX)["input_ids"]
-            rows.append(self.tokenizer(label)["input_ids"] + pads + after)
-        ids, states, mask, tokens = self._read(EDIT_PREFIX, rows, pictures)
-        is_picture = ids == self.text.image_pad
-        per_picture, seen = (
-            [own.view(*grid, -1) for own, grid in zip(part.split([math.prod(g) for g in grids]), grids, strict=True)]
-            for part in (states[is_picture], tokens)
-        )
-        # Of the caption: what the picture should tell.  The mark after the picture says that it begins.
-        started = (ids == self.tokenizer.convert_tokens_to_ids(VISION_END)).cumsum(1).bool()
-        is_caption = started[:, :-1] & mask[:, 1:]
-        language = F.cross_entropy(self.model.lm_head(states[:, :-1][is_caption]), ids[:, 1:][is_caption])
-        return per_picture, seen, language
 
 
 def _contrast(seen: Tensor, said: Tensor, right: Tensor) -> Tensor:
@@ -192,7 +107,7 @@ def _train_phase(
     model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, phase: int, batch: int
 ) -> None:
     num_steps, share_of_lr, shares, box_weight = _PHASES[phase]
-    rng, reader, lists = random.Random(phase), FrozenReader(model, tokenizer), emoji_lists()
+    rng, reader, lists = random.Random(phase), TinyReader(model, tokenizer), emoji_lists()
     everyone = lists[-1]
     number = {e.char: i for i, e in enumerate(everyone)}
     names = [reader.of_texts([e.en for e in everyone]), reader.of_texts([e.zh for e in everyone])]
@@ -247,7 +162,7 @@ def picture_retrieval(
     en, zh: of single emoji that fill 96 x 96 pixels.  place: of both things in pictures of two of them, each by the
     tokens where it lies, with the English names.
     """
-    reader, rng = FrozenReader(model, tokenizer), random.Random(seed)
+    reader, rng = TinyReader(model, tokenizer), random.Random(seed)
 
     def said(names: list[str]) -> Tensor:
         return torch.cat([reader.of_texts(names[i : i + 128]) for i in range(0, len(names), 128)])
