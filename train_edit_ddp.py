@@ -107,7 +107,7 @@ class Experiment:
     # Optimizer
     optimizer: str = "muon"  # muon: for the layers' matrices, AdamW for the rest; adamw: for all, which --zero needs
     lr: float = 1e-2  # the renderer's peak learning rate
-    planner_lr: float = 1e-2
+    planner_lr: float = 3e-3
     lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
     lr_final: float = 0.05  # where the cosine ends, as a share of lr
     warmup_steps: int = 50

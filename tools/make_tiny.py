@@ -1,9 +1,9 @@
 """Make the tiny model of `assets/tiny`, in the released folder layout: `python -m tools.make_tiny`.
 
-About an hour on two cores: the VAE (`tools.tiny_vae`), the text encoder (`tools.tiny_text`) and its vision tower
-(`tools.tiny_vision`) are really trained, on the emoji; `transformer/` holds a configuration only, since training it is
-what `train_mmdit.py` is for.  Seeded: the
-same machine and thread count give the same files.
+More than an hour on two cores: the VAE (`tools.tiny_vae`), the text encoder (`tools.tiny_text`) and its vision tower
+(`tools.tiny_vision`) are really trained, on the emoji, and the text encoder again, to find in pictures what it reads of
+(`tools.tiny_grounding`).  `transformer/` holds a configuration only, since training it is what `train_mmdit.py` is for.
+Seeded: the same machine and thread count give the same files.
 """
 
 import json
@@ -16,6 +16,7 @@ import torch
 from data.emoji import small_list
 from data.emoji_table import load_emoji
 from model.text_encoder import TextEncoder
+from tools.tiny_grounding import pointing, train_grounding
 from tools.tiny_scenes import emoji_lists
 from tools.tiny_text import WIDTH, retrieval, save_text, train_text_encoder, train_tokenizer
 from tools.tiny_vae import save_vae, train_vae, validation_psnr
@@ -65,8 +66,9 @@ PIPELINE = {
 @dataclass(frozen=True)
 class Config:
     output: str = "assets/tiny"  # folder
-    # What to make again.  text: tokenizer, language model and the tower, which learns from them; vision: that alone
-    part: Literal["all", "vae", "text", "vision", "configs"] = "all"
+    # What to make again.  text: tokenizer, language model and what builds on them; vision: the tower and what follows;
+    # grounding: the text encoder's last lesson alone
+    part: Literal["all", "vae", "text", "vision", "grounding", "configs"] = "all"
 
 
 def main(cfg: Config) -> None:
@@ -95,6 +97,10 @@ def main(cfg: Config) -> None:
         model = TextEncoder.from_folder(folder, torch.device("cpu"), with_vision=True).vlm
         for name, emoji in zip(("curated", "in scenes", "all"), emoji_lists(), strict=True):
             print(f"vision: picture to name, {name} {len(emoji)}: {picture_retrieval(model, tokenizer, emoji)}")
+    if cfg.part in ("all", "text", "vision", "grounding"):
+        train_grounding(folder, TextEncoder.tokenizer_only(folder).tokenizer)
+        text = TextEncoder.from_folder(folder, torch.device("cpu"), with_vision=True)
+        print(f"grounding: the right one of two boxes, by name: {pointing(text)}")
     if cfg.part in ("all", "vae"):
         vae = train_vae()
         print(f"vae: {validation_psnr(vae):.2f} dB on the held-out emoji")
