@@ -117,11 +117,3 @@ def _rank_main(
     except BaseException:
         report = False, traceback.format_exc()
     sender.send_bytes(pickle.dumps(report))
-
-
-def leave_groups() -> None:
-    """End all process groups but the default one, on all ranks: each of gloo's has threads, and meshes make many."""
-    dist.barrier()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)

@@ -32,7 +32,7 @@ from parallel.grad_norm import clip_grad_norm
 from parallel.init_weights import materialize
 from parallel.mesh import build_mesh, data_parallel, weights_mesh
 from parallel.tensor_parallel import apply_tensor_parallel
-from tests.spawn import leave_groups, run_ranks
+from tests.spawn import run_ranks
 from utils.ema import EMA
 from utils.optimizer import build_adamw
 from utils.random_streams import torch_generator
@@ -169,10 +169,7 @@ def train(
 
 
 def train_on_ranks(rank: int, world_size: int, cases: list[dict]) -> list[dict] | None:
-    results = []
-    for case in cases:
-        results.append(train(**case))
-        leave_groups()
+    results = [train(**case) for case in cases]
     return results if rank == 0 else None
 
 
@@ -202,11 +199,13 @@ def test_every_mesh_equals_one_process(world_size):
     # Gradients exist for all but the text output and text MLP of the last block.
     without = {n for n in expected[torch.float64]["weight"] if n not in expected[torch.float64]["grad"]}
     assert without and all("blocks.1.txt_mlp" in n or "blocks.1.attn.to_add_out" in n for n in without)
-    for case, result in zip(cases, run_ranks(train_on_ranks, world_size, cases, timeout_s=400)[0], strict=True):
-        try:
-            assert_equal(result, expected[case["dtype"]], bounds[case["dtype"]])
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
+    for _, own in itertools.groupby(cases, key=lambda case: case["mesh_sizes"]):  # new ranks: a mesh's threads stay
+        own = list(own)
+        for case, result in zip(own, run_ranks(train_on_ranks, world_size, own)[0], strict=True):
+            try:
+                assert_equal(result, expected[case["dtype"]], bounds[case["dtype"]])
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
