@@ -97,9 +97,8 @@ def _rank_main(
     timeout_s: float,
     packed_args: bytes,
 ) -> None:
-    faulthandler.enable(
-        death.open("w")
-    )  # where each thread was, if a signal ends this process; the handler keeps it open
+    # Where each thread was, if a signal ends this process; the handler keeps the file open.
+    faulthandler.enable(death.open("w"))
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

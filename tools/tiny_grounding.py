@@ -179,10 +179,8 @@ def train_grounding(folder: Path, tokenizer: PreTrainedTokenizerBase, num_steps:
         with attention.following():
             ids, states, _, _ = reader.read(EDIT_PREFIX, rows, pictures)
             looking = looking_loss(attention, ids, reader.text.image_pad, looks)
-        pad = reader.text.image_pad
-        keeping = _moved(said_states[is_said], said_before[is_said]) + _moved(
-            states[ids == pad], seen_before[shown == pad]
-        )
+        is_seen, was_seen = ids == reader.text.image_pad, shown == reader.text.image_pad
+        keeping = _moved(said_states[is_said], said_before[is_said]) + _moved(states[is_seen], seen_before[was_seen])
         before = [slice(len(row) - n - 1, len(row) - 1) for row, n in zip(rows, num_answer, strict=True)]
         logits = [model.lm_head(own[part]) for own, part in zip(states, before, strict=True)]
         labels = [own[part.start + 1 : part.stop + 1] for own, part in zip(ids, before, strict=True)]
@@ -241,9 +239,9 @@ def pointing(text: TextEncoder, num_scenes: int = 200, seed: int = 1) -> dict[st
 
 def _is_right(answer: str, box: list[int]) -> bool:
     try:
-        ((told,),) = ([entry["bbox_2d"] for entry in json.loads(answer)],)
-        left, top, right, bottom = told
-    except (ValueError, TypeError, KeyError):
+        (entry,) = json.loads(answer)
+        left, top, right, bottom = map(int, entry["bbox_2d"])
+    except (ValueError, TypeError, KeyError, OverflowError):
         return False
     both = max(min(right, box[2]) - max(left, box[0]), 0) * max(min(bottom, box[3]) - max(top, box[1]), 0)
     areas = (right - left) * (bottom - top) + (box[2] - box[0]) * (box[3] - box[1])

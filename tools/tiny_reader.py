@@ -23,7 +23,7 @@ from model.vision_input import VisionGeometry
 class TinyReader:
     """A tiny Qwen2.5-VL: states of texts, and of pictures with a text after them.
 
-    prefixes: what the templates begin with is read once, if the language model is frozen, else in every pass.
+    is_frozen: whether the language model is; then what the templates begin with is read once, else in every pass.
     """
 
     def __init__(
