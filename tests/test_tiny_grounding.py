@@ -124,4 +124,4 @@ def test_only_the_language_model_changes(encoder, tmp_path):
 def test_things_are_found_by_their_names(encoder):
     """Guessing finds half of them."""
     found = pointing(encoder, num_scenes=60, seed=2)
-    assert min(found.values()) >= 0.7, found
+    assert min(found.values()) >= 0.9, found
