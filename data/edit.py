@@ -151,15 +151,15 @@ def decode_mask(data: bytes, target: Size, trained: Size) -> Tensor:
     return torch.from_numpy(is_white(fit(read_mask(data, target), trained)))
 
 
-def read_mask(data: bytes, target: Size) -> Image.Image:
-    """Decode a mask of a target's size.
+def read_mask(data: bytes, target: Size, what: str = "target") -> Image.Image:
+    """Decode a mask of a target's size; what: the target's name in errors.
 
     Raises: ValueError if it is no picture, of another size, partly transparent, or nowhere white.
     """
     image = decode_image(data)
     if (image.height, image.width) != target:
         raise ValueError(
-            f"its mask is {image.width} pixels wide and {image.height} high, its target {target[1]} and {target[0]}"
+            f"its mask is {image.width} pixels wide and {image.height} high, its {what} {target[1]} and {target[0]}"
         )
     if has_transparency(data) and decode_image(data, background=(0, 0, 0)) != image:
         raise ValueError("its mask is transparent in part; save it opaque, white where the edit may change something")

@@ -51,6 +51,15 @@ class EditPlan(BaseModel):
         except ValidationError as error:
             raise ValueError(_explain(error)) from error
 
+    def changed_boxes(self) -> list[Box] | None:
+        """Return the boxes outside of which nothing changes; None if an action may change more than a box says.
+
+        Such actions have no box, or are about the background, or move something to where no box lies.
+        """
+        ways = {"background", "move"}
+        boxes = [None if action.action in ways else action.bbox for action in self.actions]
+        return None if None in boxes else boxes
+
     def to_text(self) -> str:
         """Return the one text of this plan: fields in order, no spaces, nothing that is not set."""
         actions = [action.model_dump(mode="json", exclude_none=True) for action in self.actions]

@@ -108,12 +108,19 @@ def classifier_free_guidance(conditional: Tensor, unconditional: Tensor, cfg_sca
 
 
 def euler_sample(
-    velocity: Callable[[Tensor, Tensor], Tensor], noise: Tensor, grids: Sequence[Tensor], layout: PackedLayout
+    velocity: Callable[[Tensor, Tensor], Tensor],
+    noise: Tensor,
+    grids: Sequence[Tensor],
+    layout: PackedLayout,
+    known: Tensor | None = None,
+    is_known: Tensor | None = None,
 ) -> Tensor:
     """Integrate from noise to data, each sample on its own times.
 
     velocity: (x (I, C), t (B,) float32) → (I, C).  noise: (I, C) float32, references hold their clean latents.
     grids: for each sample its times from `sampler_grid`, all of the same length.
+    known, is_known: (I, C) float32 and bool, clean values and where they are to come out: there x runs along the
+    straight line from its noise to them, whatever the velocity says.  Source: QwenImageEditInpaintPipeline.__call__.
     Returns (I, C) float32.
     """
     times = torch.stack(list(grids), dim=1).to(noise.device)  # (num_steps + 1, B)
@@ -121,6 +128,8 @@ def euler_sample(
     for now, following in zip(times[:-1], times[1:], strict=True):
         step = (following - now)[layout.img_sample] * ~layout.is_reference
         x = x + step[:, None] * velocity(x, now).float()
+        if known is not None:
+            x = torch.where(is_known, interpolate(known, noise.float(), following, layout), x)
     return x
 
 

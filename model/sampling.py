@@ -53,6 +53,7 @@ def generate(
     settings: SamplerSettings,
     languages: Sequence[int] | None = None,
     references: Sequence[Sequence[Tensor]] | None = None,
+    kept: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """Sample one picture's latents for each prompt.
 
@@ -61,9 +62,12 @@ def generate(
     noise: (B) standard normal latents (C, h, w), on the model's device; their shapes set the sizes.
     languages: (B) rows of the language embedding, if the model has one.
     references: (B) lists of clean latents (C, h, w) of any sizes; None = text-to-image.
+    kept: (B) bool (h, w), where a sample stays what its first reference is, which then has the noise's shape; None =
+    nowhere.
     Returns (B) normalised latents (C, h, w) float32.
     Every call runs the network num_steps times, so ranks that share a sharded model can call it side by side.
-    Source of edits: `diffusers` QwenImageEditPlusPipeline.__call__.
+    Source of edits: `diffusers` QwenImageEditPlusPipeline.__call__; of what is kept: QwenImageEditInpaintPipeline.
+    Raises: ValueError if something is to be kept of a sample without a reference of its noise's shape.
     """
     device = noise[0].device
     negatives = [negative] * len(noise) if isinstance(negative, Tensor) else list(negative)
@@ -86,6 +90,31 @@ def generate(
 
     tokens = torch.cat([patchify(x.to(device).float()) for sample in images for x in sample])
     targets = [sample[0] for sample in grids]
-    tokens = euler_sample(velocity, tokens, [settings.grid(h * w) for _, h, w in targets], layout)
+    known = _known_tokens(images, kept) if kept is not None and any(k is not None for k in kept) else ()
+    tokens = euler_sample(velocity, tokens, [settings.grid(h * w) for _, h, w in targets], layout, *known)
     pieces = tokens.split(layout.img_lens)
     return [unpatchify(piece[: h * w], (f, h, w)) for piece, (f, h, w) in zip(pieces, targets, strict=True)]
+
+
+def _known_tokens(images: Sequence[Sequence[Tensor]], kept: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Return clean tokens (I, C) float32, and bool (I, C) where they are to come out.
+
+    images: (B) lists of latents, the target's noise first; kept: see `generate`.
+    """
+    clean, is_known = [], []
+    for (noise, *references), keep in zip(images, kept, strict=True):
+        first = references[0] if references else None
+        if keep is not None and (first is None or first.shape != noise.shape or keep.shape != noise.shape[1:]):
+            raise ValueError(
+                f"what is kept, {tuple(keep.shape)}, needs a first reference of its picture's latents "
+                f"{tuple(noise.shape)}, got {None if first is None else tuple(first.shape)}"
+            )
+        nowhere = torch.zeros_like(noise, dtype=torch.bool)
+        clean += [noise if keep is None else first, *references]
+        is_known += [nowhere if keep is None else keep.to(noise.device).expand_as(noise)]
+        is_known += [torch.zeros_like(r, dtype=torch.bool) for r in references]
+    device = images[0][0].device
+    return tuple(
+        torch.cat([patchify(x.to(device).to(dtype)) for x in parts])
+        for parts, dtype in ((clean, torch.float32), (is_known, torch.bool))
+    )

@@ -52,3 +52,12 @@ def test_faults_are_named(value, message):
 def test_what_is_no_json_is_refused(text):
     with pytest.raises(ValueError, match="the plan is no JSON"):
         parse_plan(text)
+
+
+def test_where_everything_stays_is_known_only_if_every_action_is_boxed_in():
+    boxed = [GOOD[0], {"action": "insert", "object": "sun", "bbox": [500, 0, 1000, 400]}]
+    assert EditPlan.from_json(boxed).changed_boxes() == [(0, 140, 500, 860), (500, 0, 1000, 400)]
+    for loose in (GOOD[1], {"action": "background", "style": "red", "bbox": [0, 0, 9, 9]}):
+        assert EditPlan.from_json([*boxed, loose]).changed_boxes() is None
+    moved = {"action": "move", "target": "sun", "bbox": [500, 0, 1000, 400], "position": "left"}
+    assert EditPlan.from_json([moved]).changed_boxes() is None  # where it comes to is not in the box

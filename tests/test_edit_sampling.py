@@ -1,14 +1,21 @@
 """Edited pictures against the edit pipelines of `diffusers`: what the network is given, and what comes out."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImageEditPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers import QwenImageEditInpaintPipeline, QwenImageEditPipeline
+from diffusers.pipelines.qwenimage import (
+    pipeline_qwenimage_edit,
+    pipeline_qwenimage_edit_inpaint,
+    pipeline_qwenimage_edit_plus,
+)
+from PIL import Image
 
 from model.encoders import Encoders
+from model.kept_region import outside_boxes, outside_mask
 from model.mmdit import MMDiT, MMDiTConfig
 from model.sampling import SamplerSettings, generate
 from parallel.weights import read_safetensors
@@ -127,20 +134,56 @@ def test_the_first_edit_pipeline_draws_the_same(folder, network, monkeypatch):
     assert abs(encoders.picture(latents).astype(int) - np.asarray(theirs)).max() <= 1
 
 
+def test_the_inpainting_pipeline_keeps_the_same(folder, network, monkeypatch):
+    """It sees one picture, of the result's size, and takes its noise from a generator."""
+    encoders = Encoders(folder, torch.device("cpu"), with_vision=True)
+    encoders.text.labels_pictures = False
+    monkeypatch.setattr(pipeline_qwenimage_edit_inpaint, "calculate_dimensions", lambda area, ratio: (128, 64, None))
+    picture, region = random_picture(64, 128, seed=4), np.zeros((64, 128), dtype=np.uint8)
+    region[8:48, 24:88] = 255
+    pipeline = picture_pipeline(folder, QwenImageEditInpaintPipeline)
+    # It draws a reference's latents from what the VAE says; the other edit pipelines take the most likely ones.
+    monkeypatch.setattr(pipeline, "_encode_vae_image", partial(QwenImageEditPipeline._encode_vae_image, pipeline))
+    theirs = pipeline(
+        picture, "Make it red.", mask_image=Image.fromarray(region), strength=1.0, negative_prompt=" ",
+        true_cfg_scale=SETTINGS.cfg_scale, num_inference_steps=SETTINGS.num_steps, height=64, width=128,
+        generator=torch.Generator().manual_seed(3),
+    ).images[0]  # fmt: skip
+    noise = [torch.randn(1, 1, 16, 8, 16, generator=torch.Generator().manual_seed(3))[0, 0]]
+    states, negative, references = inputs_of(encoders, "Make it red.", [picture])
+    asked = [states], [negative], noise, SETTINGS, None, [references]
+    kept = outside_mask(torch.from_numpy(region) > 0, 8)
+    (latents,), (free,) = (generate(network, *asked, kept) for kept in ([kept], None))
+    assert torch.equal(latents[:, kept], references[0][:, kept])
+    drawn, freely = (encoders.picture(x).astype(int) for x in (latents, free))
+    assert abs(drawn - np.asarray(theirs)).max() <= 1 < 10 < abs(drawn - freely).max()
+
+
+def test_what_is_kept_needs_a_reference_of_the_same_size(network, encoders):
+    states, negative, references = inputs_of(encoders, "x", [random_picture(96, 96, seed=0)])
+    for height, given in ((96, []), (64, references)):
+        kept = torch.ones(height // 8, 12, dtype=torch.bool)
+        with pytest.raises(
+            ValueError, match=r"what is kept, .*, needs a first reference .*, got (None|\(16, 12, 12\))"
+        ):
+            generate(network, [states], [negative], [noise_of(height, 96)], SETTINGS, references=[given], kept=[kept])
+
+
 @pytest.mark.parametrize("cfg_scale", [1.0, 3.0])
 def test_a_batch_of_mixed_references_equals_one_by_one(network, encoders, cfg_scale):
     settings = dataclasses.replace(SETTINGS, cfg_scale=cfg_scale)
-    noise = [noise_of(*size, seed=i) for i, size in enumerate([(96, 96), (64, 64), (128, 64), (64, 128)])]
+    noise = [noise_of(*size, seed=i) for i, size in enumerate([(96, 96), (64, 128), (128, 64), (64, 128)])]
+    kept = [None, outside_boxes([(0, 0, 500, 700)], 8, 16, 1000), None, None]
     cases = []
     for i, instruction in enumerate(INSTRUCTIONS):  # 0, 1, 2 and 3 references
         pictures = [random_picture(*REFERENCES[(i + j) % 3], seed=10 * i + j) for j in range(i)]
         cases.append(inputs_of(encoders, instruction, pictures))
     prompts, negatives, references = zip(*cases, strict=True)
-    together = generate(network, prompts, negatives, noise, settings, references=references)
+    together = generate(network, prompts, negatives, noise, settings, references=references, kept=kept)
     for i in range(len(cases)):
         (alone,) = generate(
             network, prompts[i : i + 1], negatives[i : i + 1], noise[i : i + 1], settings,
-            references=references[i : i + 1],
+            references=references[i : i + 1], kept=kept[i : i + 1],
         )  # fmt: skip
         assert together[i].shape == noise[i].shape
         torch.testing.assert_close(together[i], alone, atol=2e-4, rtol=2e-4)

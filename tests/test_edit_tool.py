@@ -129,6 +129,44 @@ def test_a_run_gives_its_trained_planner_and_either_renderer(folder, planner, tm
     assert abs(pixels(result.image) - pixels(raw.edit(picture, "Remove the dog.").image)).max() > 10
 
 
+def test_all_outside_of_the_plan_s_boxes_stays_if_asked(folder, planner, tmp_path):
+    tensors = renderer_of(folder, "ema.") | {f"planner.{name}": p.detach() for name, p in planner.named_parameters()}
+    run, picture = make_edit_run(tmp_path / "run", folder, tensors), random_picture(96, 96, seed=0)
+    editor = QwenImageEditor(run, keep="plan", **SETTINGS)
+    result = editor.edit(picture, "Remove the dog.")
+    assert result.plan.to_text() == PLAN and result.kept == (144 - 6 * 11) / 144  # of 12 x 12 cells, 6 x 11 in the box
+    encoders = editor.encoders
+    vae = encoders.picture(encoders.encode_picture(as_tensor(picture))[0]).astype(int)
+    freely = QwenImageEditor(run, **SETTINGS).edit(picture, "Remove the dog.")
+    far = slice(None), slice(72, 96)  # three cells from the box, of which the decoder still sees a little
+    with_plan, without = (abs(pixels(r.image) - vae)[far].mean() for r in (result, freely))
+    assert freely.kept == 0 and with_plan < without / 10
+    # Of another size than the first reference, nothing can stay where it is.
+    assert editor.edit(picture, "Remove the dog.", 64, 96).kept == 0
+    for wrong in ({"keep": "all"}, {"keep": "plan", "plan": False}):
+        with pytest.raises(ValueError, match="what is kept is one of nothing, plan"):
+            QwenImageEditor(run, **SETTINGS, **wrong)
+
+
+def test_a_mask_says_where_the_picture_may_change(editor, tmp_path):
+    picture, white = random_picture(200, 200, seed=1), np.zeros((200, 200), dtype=np.uint8)
+    white[50:100, 150:151] = 255  # at 96 x 96 pixels rows 24 to 48 of column 72
+    Image.fromarray(white).save(path := tmp_path / "mask.png")
+    for mask in (path, Image.fromarray(white)):
+        (result,) = editor.edit_many([EditRequest("Remove the dog.", [picture], mask=mask)])
+        assert result.image.size == (96, 96) and result.kept == (144 - 3) / 144
+    other = random_picture(64, 128, seed=2)
+    for request, message in [
+        (EditRequest("x", [picture], mask=tmp_path / "none.png"), "mask .*none.png"),
+        (EditRequest("x", [picture], mask=Image.fromarray(white[:100])), "mask : its mask is 200 pixels wide and 100"),
+        (EditRequest("x", [picture], mask=Image.fromarray(0 * white)), "nowhere white"),
+        (EditRequest("x", [], 64, 64, mask=path), "a mask needs a first reference of the result's size 64 x 64"),
+        (EditRequest("x", [picture, other], mask=path), "result's size 128 x 64, got 96 x 96"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            editor.edit_many([request])
+
+
 def test_what_a_run_did_not_train_is_its_folder_s(folder, editor, planner, tmp_path):
     vision = {f"planner.{n}": p.detach() for n, p in planner.vlm.named_parameters() if ".visual." not in n}
     run = make_edit_run(tmp_path / "planner-only", folder, vision)

@@ -86,6 +86,27 @@ def test_euler_walks_a_straight_line_home():
     torch.testing.assert_close(torch.stack(times), torch.stack(grids, 1)[:-1])
 
 
+def test_what_is_known_comes_out_and_is_passed_on_the_way():
+    torch.manual_seed(0)
+    noise, known = torch.randn(14, 4), torch.randn(14, 4)
+    is_known = torch.rand(14, 4) < 0.5
+    is_known[10:13] = False  # a reference
+    grids, seen = [flow.sampler_grid(5, mu) for mu in (0.1, 0.5, 0.9)], []
+
+    def velocity(x, t):
+        seen.append((x.clone(), t))
+        return torch.full_like(x, 3.0)
+
+    x = flow.euler_sample(velocity, noise, grids, LAYOUT, known, is_known)
+    assert torch.equal(x[is_known], known[is_known])
+    free = ~is_known & ~LAYOUT.is_reference[:, None]
+    torch.testing.assert_close(x[free], (noise - 3.0)[free])  # from t = 1 to 0 at a speed of 3
+    assert torch.equal(x[10:13], noise[10:13])
+    for at, t in seen:  # on the straight line that training goes
+        line = flow.interpolate(known, noise, t, LAYOUT)
+        torch.testing.assert_close(at[is_known], line[is_known])
+
+
 def test_guidance_keeps_the_conditional_norm():
     conditional, unconditional = torch.randn(5, 8), torch.randn(5, 8)
     guided = flow.classifier_free_guidance(conditional, unconditional, 4.0)

@@ -138,7 +138,7 @@ def test_resumes_on_another_number_of_ranks_without_zero(folder, alone, shared_o
     assert_same_training(tmp_path / "run", alone)
 
 
-def test_everything_a_run_should_leave(folder, tmp_path):
+def test_everything_a_run_should_leave(folder, tmp_path, monkeypatch):
     run = tmp_path / "run"
     watch = ["--eval_every", "2", "--sample_every", "2", "--sample_steps", "2", "--num_examples", "5"]
     words = tmp_path / "refused.txt"
@@ -169,6 +169,15 @@ def test_everything_a_run_should_leave(folder, tmp_path):
     # A copy is right outside by construction; noise is worse than what the VAE can do.
     assert report["all"]["copy"]["outside"] == 0 < report["all"]["copy"]["inside"]
     assert report["all"]["vae"]["inside"] < report["all"]["untrained"]["inside"]
+    assert report["all"]["kept"] == 0
+
+    # A planner that asks for a change in the left half alone: of noise, the right half is spared.
+    plan = '[{"action":"remove","target":"dog","bbox":[0,0,500,1000]}]'
+    monkeypatch.setattr(evaluate_edit, "generate_plan", lambda *_: plan)
+    evaluate_edit.main(evaluate_edit.Config(run=str(run), num_edits=11, num_steps=2, keep="plan"))
+    kept = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    assert kept["keep"] == "plan" and kept["groups"]["all"]["kept"] == 0.5
+    assert kept["groups"]["all"]["renderer"]["outside"] < 0.8 * report["all"]["renderer"]["outside"]
 
 
 @pytest.mark.parametrize("part", ["planner", "renderer", "planner of a model with a renderer"])

@@ -1,15 +1,19 @@
 """Draw edits whose references are read already, several in a pack."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data.edit_plan import BOX_SIDE, EditPlan
 from model.encoders import Encoders
+from model.kept_region import outside_boxes
 from model.latents import PATCH
 from model.sampling import SamplerSettings, generate
+
+KEEP = ("nothing", "plan")  # what an edit keeps of its first reference, besides what a mask says
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +24,7 @@ class Drawing:
     condition, vae: the references as the text encoder and as the VAE see them, uint8 (3, H, W) each.
     language: a row of the language embedding, for a network that has one.
     key: names the references, so that what is encoded is kept; None = not kept.
+    kept: bool (h, w), where the picture stays what its first reference is, which has its size; None = nowhere.
     """
 
     instruction: str
@@ -28,6 +33,22 @@ class Drawing:
     vae: Sequence[Tensor] = field(default=())
     language: int | None = None
     key: str | None = None
+    kept: Tensor | None = None
+
+
+def kept_by_plan(drawing: Drawing, plan: EditPlan | None, factor: int) -> Drawing:
+    """Return an edit that keeps its first reference outside of a plan's boxes; as it is if those do not say enough.
+
+    They do not if something may change elsewhere (`EditPlan.changed_boxes`), or if the result has another size than the
+    first reference.  A mask goes before a plan.  factor: pixels of the side of a latent.
+    """
+    boxes = None if plan is None else plan.changed_boxes()
+    rows, columns = drawing.noise.shape[1:]
+    if drawing.kept is not None or boxes is None or not drawing.vae:
+        return drawing
+    if drawing.vae[0].shape[1:] != (rows * factor, columns * factor):
+        return drawing
+    return replace(drawing, kept=outside_boxes(boxes, rows, columns, BOX_SIDE))
 
 
 def draw_edits(
@@ -65,7 +86,7 @@ def draw_edits(
             languages = [drawing.language for drawing in pack] if network.config.num_languages else [None]
             drawn = generate(
                 network, prompts, negatives, [drawing.noise.to(encoders.device) for drawing in pack], settings,
-                None if None in languages else languages, references,
+                None if None in languages else languages, references, [drawing.kept for drawing in pack],
             )  # fmt: skip
             pictures += [encoders.picture(x) for x in drawn]
             start += len(pack)

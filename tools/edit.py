@@ -3,8 +3,11 @@
 Takes the newest checkpoint of a run of `train_edit_ddp.py`, or a folder in the released layout with weights in
 `transformer/`.  Repeat --image for up to three references, --instruction for several edits of the same ones.  Writes
 one PNG and one plan an instruction, and a grid of references and results.
+
+--keep plan: what lies outside of the plan's boxes stays as it is; --mask: what lies outside of a mask of your own does.
 """
 
+import io
 import json
 import logging
 from collections.abc import Sequence
@@ -20,15 +23,16 @@ from torch import Tensor
 
 from data.captions import clean, language_of, language_row
 from data.colour import to_srgb
-from data.edit import MIN_AREA
+from data.edit import MIN_AREA, is_white, read_mask
 from data.edit_plan import EditPlan, parse_plan
 from data.images import MULTIPLE, decode_image, upright
 from data.reference_size import area_size
 from data.tasks import EDIT, MIXED, check_task
 from data.word_filter import WordFilter
 from model.edit_planner import generate_plan
+from model.kept_region import outside_mask
 from model.sampling import SamplerSettings
-from tools.draw_edits import Drawing, draw_edits
+from tools.draw_edits import KEEP, Drawing, draw_edits, kept_by_plan
 from tools.edit_weights import load_edit_model
 from tools.sample import sampler_settings
 from utils.config import check_values, parse, run_main
@@ -56,6 +60,8 @@ class Config:
     num_steps: int = 50  # sampler steps
     cfg_scale: float = 4.0  # 1 = no guidance; both as in the released pipelines
     plan: bool = True  # let the planner say what it would do
+    keep: str = "nothing"  # plan: the first reference stays as it is outside of the boxes of the plan
+    mask: str = ""  # picture as large as the first reference, white where it may change; the rest stays as it is
     max_plan_tokens: int = 512
     refused_words: str = ""  # file, one word or phrase a line: instructions with them are refused
     seed: int = 0
@@ -73,6 +79,7 @@ class EditRequest:
     width: int = 0  # 0 for both = from the last reference
     height: int = 0
     seed: int = 0
+    mask: ImageLike | None = None  # as large as the first, white where that may change; the rest of it stays
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class EditResult:
 
     image: Image.Image
     plan: EditPlan | None
+    kept: float = 0.0  # share of the picture that was made to stay as it is
 
 
 class QwenImageEditor:
@@ -99,6 +107,7 @@ class QwenImageEditor:
         reference_pixels: int = 0,
         condition_pixels: int = 0,
         plan: bool = True,
+        keep: str = "nothing",
         max_plan_tokens: int = 512,
         refused_words: WordFilter | str | Path | None = None,
         max_tokens_per_pack: int = 8192,
@@ -106,8 +115,11 @@ class QwenImageEditor:
         """Load the model; what the arguments mean: see `Config`.
 
         device: None = the GPU if there is one; dtype: None = bfloat16 on a GPU.
-        Raises: ValueError if the folder is neither a run nor in the released layout, or nothing valid is there.
+        Raises: ValueError if the folder is neither a run nor in the released layout, or nothing valid is there, or if
+        a plan is to say what is kept and there is to be none.
         """
+        if keep not in KEEP or keep == "plan" and not plan:
+            raise ValueError(f"what is kept is one of {', '.join(KEEP)}, the latter only with a plan; got {keep!r}")
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         loaded = load_edit_model(Path(model), step, weights, device, dtype)
@@ -120,7 +132,7 @@ class QwenImageEditor:
         is_first = not self.encoders.text.labels_pictures
         released = self.reference_pixels if is_first else RELEASED_CONDITION_PIXELS
         self.condition_pixels = condition_pixels or loaded.trained.get("condition_pixels", released)
-        self.max_plan_tokens = max_plan_tokens if plan else 0
+        self.max_plan_tokens, self.keep = max_plan_tokens if plan else 0, keep
         if isinstance(refused_words, (str, Path)):
             refused_words = WordFilter.from_file(refused_words)
         self.words = refused_words
@@ -145,7 +157,8 @@ class QwenImageEditor:
         """Edit, several edits of any sizes and numbers of references in a pack; each is what it would be alone.
 
         Raises: RefusedInstructionError for an instruction with a refused word; ValueError for an empty one, a picture
-        that cannot be read, four references, or a size that the model cannot draw.  Nothing is drawn then.
+        that cannot be read, four references, a mask of another size than the first, or a size that the model cannot
+        draw.  Nothing is drawn then.
         """
         for request in requests:
             if not isinstance(request.instruction, str):
@@ -154,10 +167,15 @@ class QwenImageEditor:
                 self.words.check(request.instruction)
         drawings = [self._drawing(request) for request in requests]
         plans = [self._plan(drawing) for drawing in drawings]
+        if self.keep == "plan":
+            factor = self.encoders.vae.scale_factor
+            drawings = [kept_by_plan(d, plan, factor) for d, plan in zip(drawings, plans, strict=True)]
         pictures = draw_edits(
             self.network, self.encoders, drawings, self.settings, self.negative_prompt, self.max_tokens_per_pack
         )
-        return [EditResult(Image.fromarray(p), plan) for p, plan in zip(pictures, plans, strict=True)]
+        shares = [0.0 if drawing.kept is None else drawing.kept.double().mean().item() for drawing in drawings]
+        results = zip(pictures, plans, shares, strict=True)
+        return [EditResult(Image.fromarray(picture), plan, share) for picture, plan, share in results]
 
     def _drawing(self, request: EditRequest) -> Drawing:
         instruction = clean(request.instruction)
@@ -180,7 +198,25 @@ class QwenImageEditor:
             condition=condition,
             vae=references,
             language=language_row(language_of(request.instruction)) if has_language else None,
+            kept=None
+            if request.mask is None
+            else self._kept_by_mask(request.mask, images, references, (height, width)),
         )
+
+    def _kept_by_mask(
+        self, mask: ImageLike, images: Sequence[Image.Image], references: Sequence[Tensor], size: tuple[int, int]
+    ) -> Tensor:
+        """Return where the picture of `size` stays its first reference, bool (h, w)."""
+        if not images or references[0].shape[1:] != size:
+            own = f"{references[0].shape[2]} x {references[0].shape[1]}" if images else "none"
+            raise ValueError(f"a mask needs a first reference of the result's size {size[1]} x {size[0]}, got {own}")
+        try:
+            opened = read_mask(_file_bytes(mask), (images[0].height, images[0].width), "first reference")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"mask {'' if isinstance(mask, Image.Image) else mask}: {error}") from error
+        # A pixel may change if any of those it is made of may.
+        scaled = Image.fromarray(is_white(opened)).convert("L").resize(size[::-1], Image.Resampling.BOX)
+        return outside_mask(torch.from_numpy(np.array(scaled)) > 0, self.encoders.vae.scale_factor)
 
     def _output_size(self, request: EditRequest, references: Sequence[Tensor]) -> tuple[int, int]:
         width, height = request.width, request.height
@@ -201,6 +237,13 @@ class QwenImageEditor:
         except ValueError as error:
             log.warning("no plan: %s", error)
             return None
+
+
+def _file_bytes(image: ImageLike) -> bytes:
+    if not isinstance(image, Image.Image):
+        return Path(image).read_bytes()
+    image.save(stream := io.BytesIO(), "PNG")
+    return stream.getvalue()
 
 
 def read_image(image: ImageLike) -> Image.Image:
@@ -230,7 +273,7 @@ def main(cfg: Config) -> None:
     if not cfg.instruction:
         raise ValueError("no instruction: give --instruction (repeatable)")
     counts = ("num_steps", "max_plan_tokens", "max_tokens_per_pack")
-    check_values(cfg, counts, {"dtype": ("auto", "float32", "bfloat16"), "weights": ("ema", "raw")})
+    check_values(cfg, counts, {"dtype": ("auto", "float32", "bfloat16"), "weights": ("ema", "raw"), "keep": KEEP})
     for name in ("reference_pixels", "condition_pixels"):
         if getattr(cfg, name) and getattr(cfg, name) < MIN_AREA:
             raise ValueError(f"--{name} is an area in pixels, at least {MIN_AREA}, got {getattr(cfg, name)}")
@@ -239,11 +282,12 @@ def main(cfg: Config) -> None:
     editor = QwenImageEditor(
         cfg.model, cfg.step, cfg.weights, None, None if cfg.dtype == "auto" else getattr(torch, cfg.dtype),
         cfg.num_steps, cfg.cfg_scale, cfg.negative_prompt, cfg.reference_pixels, cfg.condition_pixels, cfg.plan,
-        cfg.max_plan_tokens, cfg.refused_words or None, cfg.max_tokens_per_pack,
+        cfg.keep, cfg.max_plan_tokens, cfg.refused_words or None, cfg.max_tokens_per_pack,
     )  # fmt: skip
     print(f"weights: {editor.source}")
     images = [read_image(image) for image in cfg.image]
-    results = editor.edit_many([EditRequest(i, images, cfg.width, cfg.height, cfg.seed) for i in cfg.instruction])
+    asked = images, cfg.width, cfg.height, cfg.seed, cfg.mask or None
+    results = editor.edit_many([EditRequest(instruction, *asked) for instruction in cfg.instruction])
     output = Path(cfg.output)
     output.mkdir(parents=True, exist_ok=True)
     for i, (instruction, result) in enumerate(zip(cfg.instruction, results, strict=True)):
@@ -253,6 +297,9 @@ def main(cfg: Config) -> None:
         (output / f"{i:03d}.json").write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", "utf-8")
         if cfg.plan:
             print(f"{i:03d}  {instruction}  →  {result.plan.to_text() if result.plan else 'no plan'}")
+        if cfg.mask or cfg.keep == "plan":
+            why = "" if result.kept else ": the plan does not say where everything stays"
+            print(f"{i:03d}  {result.kept:.0%} of the picture kept{why}")
     shown = [pixels_at(image, editor.reference_pixels).permute(1, 2, 0).numpy() for image in images]
     shown += [np.asarray(result.image) for result in results]
     names = [f"reference {i + 1}" for i in range(len(images))] + list(cfg.instruction)

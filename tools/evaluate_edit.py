@@ -3,8 +3,9 @@
 Every held-out edit with a known region is drawn in each of its languages.  Its mean absolute error, in steps of 255, is
 taken inside the region and outside, and stands beside that of (i) the first reference as it is, (ii) the untrained
 network, whose velocity is zero, so that it leaves the noise, and (iii) the target through the VAE and back, which no
-renderer can pass.  The planner's answer is right if greedy decoding gives exactly the known plan.  Writes
-evaluation.json and evaluation.png, the first edits as reference | result | target, to the run folder.
+renderer can pass.  The planner's answer is right if greedy decoding gives exactly the known plan.  With --keep plan
+what lies outside of the boxes of the planner's own answer stays as it is, as in `tools.edit`.  Writes evaluation.json
+and evaluation.png, the first edits as reference | result | target, to the run folder.
 """
 
 import json
@@ -18,13 +19,14 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from data.edit_plan import EditPlan, parse_plan
 from data.index import build_index
 from data.mixture import load_mixture
 from data.plan import every_language
 from data.reader import Reader, Sample
 from data.tasks import EDIT, MIXED, check_task
-from model.edit_planner import Planner, PlannerInput
-from tools.draw_edits import draw_edits
+from model.edit_planner import Planner, PlannerInput, generate_plan
+from tools.draw_edits import KEEP, draw_edits, kept_by_plan
 from tools.edit_errors import edit_errors, mean_errors
 from tools.edit_grid import drawing_of, side_by_side
 from tools.edit_weights import EditModel, load_edit_model
@@ -45,11 +47,12 @@ class Config:
     num_shown: int = 32  # of them in the picture
     num_steps: int = 20  # sampler steps
     cfg_scale: float = 2.0
+    keep: str = "nothing"  # plan: the first reference stays as it is outside of the boxes of the planner's answer
     seed: int = 0
 
 
 def main(cfg: Config) -> None:
-    check_values(cfg, ("num_edits", "num_shown", "num_steps"), {"weights": ("ema", "raw")})
+    check_values(cfg, ("num_edits", "num_shown", "num_steps"), {"weights": ("ema", "raw"), "keep": KEEP})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_edit_model(Path(cfg.run), cfg.step, cfg.weights, device, torch.float32)
     check_task(model.trained, cfg.run, (EDIT, MIXED), "tools.evaluate")
@@ -57,13 +60,15 @@ def main(cfg: Config) -> None:
     if not samples:
         raise ValueError("no held-out edit has a mask, so nothing is known to be inside or outside of it")
     drawings = [drawing_of(sample, model.encoders, cfg.seed) for sample in samples]
+    is_exact = _exact_plans(model, samples)
+    if cfg.keep == "plan":
+        factor, plans = model.encoders.vae.scale_factor, _plans(model, samples, is_exact)
+        drawings = [kept_by_plan(drawing, plan, factor) for drawing, plan in zip(drawings, plans, strict=True)]
     settings = sampler_settings(model.folder, cfg.num_steps, cfg.cfg_scale)
     pictures = {"renderer": draw_edits(model.network, model.encoders, drawings, settings)}
     pictures["copy"] = [_copied(sample) for sample in samples]
     pictures["untrained"] = [model.encoders.picture(drawing.noise) for drawing in drawings]
     pictures["vae"] = [model.encoders.picture(model.encoders.encode_picture(s.read_pixels())[0]) for s in samples]
-    is_exact = _exact_plans(model, samples)
-
     targets = [_array(sample.read_pixels()) for sample in samples]
     errors = {
         method: [edit_errors(p, t, s.mask.numpy()) for p, t, s in zip(pictures[method], targets, samples, strict=True)]
@@ -73,13 +78,16 @@ def main(cfg: Config) -> None:
     for i, sample in enumerate(samples):
         for group in ("all", sample.plan.language, sample.category):
             groups[group].append(i)
-    report = {"weights": model.source, "num_steps": cfg.num_steps, "cfg_scale": cfg.cfg_scale, "groups": {}}
+    kept = [0.0 if drawing.kept is None else drawing.kept.double().mean().item() for drawing in drawings]
+    told = {name: getattr(cfg, name) for name in ("num_steps", "cfg_scale", "keep")}
+    report = {"weights": model.source} | told | {"groups": {}}
     for group, members in sorted(groups.items(), key=lambda pair: (pair[0] != "all", pair[0])):
         row = {method: asdict(mean_errors([errors[method][i] for i in members])) for method in _METHODS}
         known = [is_exact[i] for i in members if is_exact[i] is not None]
         report["groups"][group] = {
             "edits": len(members),
             "plan_exact": sum(known) / len(known) if known else None,
+            "kept": sum(kept[i] for i in members) / len(members),  # share of the picture
         } | row
     folder = Path(cfg.run)
     (folder / "evaluation.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -125,6 +133,20 @@ def _exact_plans(model: EditModel, samples: list[Sample]) -> list[bool | None]:
         output = planner([PlannerInput(s.caption, p, s.plan_text) for s, p in zip(part, pictures, strict=True)])
         pairs = zip(output.has_answer.tolist(), output.is_exact.tolist(), strict=True)
         found += [is_exact if has_answer else None for has_answer, is_exact in pairs]
+    return found
+
+
+def _plans(model: EditModel, samples: list[Sample], is_exact: list[bool | None]) -> list[EditPlan | None]:
+    """Return the planner's answers; None for one that is no plan."""
+    found: list[EditPlan | None] = []
+    for sample, exact in zip(tqdm(samples, unit="plan", disable=None), is_exact, strict=True):
+        pictures = [reference.condition for reference in sample.references]
+        # What greedy decoding gives where the known plan is the most likely answer is known.
+        text = sample.plan_text if exact else generate_plan(model.encoders.text, sample.caption, pictures)
+        try:
+            found.append(parse_plan(text))
+        except ValueError:
+            found.append(None)
     return found
 
 
