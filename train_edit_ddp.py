@@ -56,7 +56,7 @@ from utils.config import parse, run_main, write_run_folder
 from utils.ema import EMA
 from utils.logging import RunLog, set_up_logging
 from utils.loss_tally import LossTally
-from utils.optimizer import build_adamw, build_optimizer, build_zero_adamw, set_learning_rate
+from utils.optimizer import build_optimizer, build_zero_adamw, set_learning_rate
 from utils.phase_timer import PhaseTimer
 from utils.random_streams import stream_seed, torch_generator, uniform
 from utils.run_options import MAY_CHANGE, RunOptions, check_options
@@ -80,7 +80,7 @@ class Experiment:
     checkpoint_folder: str = ""  # its checkpoints alone, local or s3://, "" = run_folder/checkpoints
     init_from: str = ""  # run, or one checkpoint of it, whose weights this one begins with
     # Batch and length
-    num_steps: int = 1200  # optimizer steps
+    num_steps: int = 800  # optimizer steps
     global_batch_size: int = 32  # samples an optimizer step, over all ranks
     max_tokens_per_micro_batch: int = 8192  # image and text tokens a rank holds at once: sets the memory
     max_pixels: int = 1024 * 1024  # larger targets are scaled down to this area, aspect kept
@@ -108,6 +108,7 @@ class Experiment:
     optimizer: str = "muon"  # muon: for the layers' matrices, AdamW for the rest; adamw: for all, which --zero needs
     lr: float = 1e-2  # the renderer's peak learning rate
     planner_lr: float = 3e-3
+    planner_adamw_share: float = 0.1  # with muon, of planner_lr for what AdamW steps: words' embeddings, biases, norms
     lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
     lr_final: float = 0.05  # where the cosine ends, as a share of lr
     warmup_steps: int = 50
@@ -261,12 +262,12 @@ def main(cfg: Config) -> None:
     val_micro_batches = spread_micro_batches(*watched, **sizes, edits_only=True)
 
     # ---- 4. Optimizers and EMA --------------------------------------------------------------------------------------
-    lrs = {"planner": cfg.planner_lr, "renderer": cfg.lr}
+    lrs, adamw_shares = {"planner": cfg.planner_lr, "renderer": cfg.lr}, {"planner": cfg.planner_adamw_share}
     muon = {"hidden": (*HIDDEN_LAYERS, *FSDP_UNITS), "copies": dist.group.WORLD}
     trained = {n: (stored_parameters if n == "renderer" else trained_parameters)(net) for n, net in networks.items()}
-    build_adam, numbers = build_zero_adamw if cfg.zero else build_adamw, (cfg.adam_eps, cfg.weight_decay)
-    build = build_adam if cfg.optimizer == "adamw" else partial(build_optimizer, cfg.optimizer, **muon)
-    optimizers = {n: build(trained[n].items(), lrs[n], (cfg.beta1, cfg.beta2), *numbers) for n in networks}
+    build = build_zero_adamw if cfg.zero else partial(build_optimizer, cfg.optimizer, **muon)
+    numbers = (cfg.beta1, cfg.beta2), cfg.adam_eps, cfg.weight_decay
+    optimizers = {name: build(parameters.items(), lrs[name], *numbers) for name, parameters in trained.items()}
     ema = EMA(trained["renderer"].items(), cfg.ema_decay) if "renderer" in networks else None
 
     # ---- 5. Resume: copies, the same on all ranks, are stored once; with --zero each rank stores its part ------------
@@ -363,7 +364,7 @@ def main(cfg: Config) -> None:
         with timer.phase("optimizer"):
             share = learning_rate(step, 1.0, cfg.num_steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_final)
             for name, optimizer in optimizers.items():
-                set_learning_rate(optimizer, share * lrs[name])
+                set_learning_rate(optimizer, share * lrs[name], adamw_shares.get(name, 1.0))
                 if takes:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -378,8 +379,7 @@ def main(cfg: Config) -> None:
         if cfg.log_samples:
             run_log.samples(step, plan.keys(step))
         if cfg.log_every and step % cfg.log_every == 0:
-            cut = {"refused": num_refused, "cut_instructions": text.num_truncated}
-            scalars |= cut | {"tokens_per_s": tokens / step_s}
+            scalars |= {"refused": num_refused, "cut_instructions": text.num_truncated, "tokens_per_s": tokens / step_s}
             scalars |= {"mem_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
             run_log.scalars(step, scalars)
 

@@ -260,6 +260,11 @@ def test_the_learning_rate_reaches_every_group():
         optimizer = build_optimizer(name, Net().named_parameters(), LR, BETAS, EPS, DECAY, ("first",))
         set_learning_rate(optimizer, 0.5)
         assert [group["lr"] for group in optimizer.param_groups] == [0.5] * len(optimizer.param_groups)
+        set_learning_rate(optimizer, 0.5, adamw_share=0.25)
+        own = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        muon = {id(p) for p, state in optimizer.state.items() if "momentum_buffer" in state}
+        assert bool(muon) == (name == "muon") and set(own) > muon
+        assert all(lr == (0.5 if p in muon or name == "adamw" else 0.125) for p, lr in own.items())
 
 
 def test_unknown_and_missing_optimizers_are_refused(monkeypatch):

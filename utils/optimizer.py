@@ -164,13 +164,16 @@ def _decay_groups(named_parameters: NamedParameters, weight_decay: float) -> lis
     ]
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer | Together, lr: float) -> None:
-    """Let the next steps of all parameters use `lr`."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+def set_learning_rate(optimizer: torch.optim.Optimizer | Together, lr: float, adamw_share: float = 1.0) -> None:
+    """Let the next steps of all parameters use `lr`; of what Muon leaves to AdamW, so large a share of it."""
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        is_left = isinstance(optimizer, Together) and not isinstance(one, Muon)
+        own = lr * adamw_share if is_left else lr
+        for group in one.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(own)
+            else:
+                group["lr"] = own
 
 
 def optimizer_tensors(

@@ -11,8 +11,8 @@ _DTYPES = ("float32", "bfloat16")
 _LORA_BASES = ("auto", "bfloat16", "int8", "nf4")
 # Numbers, where a configuration has them, that are finite and at least 0; those that are below 1 as well.
 _FROM_0 = (
-    "lr", "planner_lr", "lr_final", "warmup_steps", "adam_eps", "weight_decay", "t_std", "plan_weight", "reweight",
-    "lora_rank", "lora_alpha", "beta1", "beta2", "lora_dropout", "sample_cfg_scale",
+    "lr", "planner_lr", "planner_adamw_share", "lr_final", "warmup_steps", "adam_eps", "weight_decay", "t_std",
+    "plan_weight", "reweight", "lora_rank", "lora_alpha", "beta1", "beta2", "lora_dropout", "sample_cfg_scale",
 )  # fmt: skip
 _BELOW_1 = ("beta1", "beta2", "lora_dropout")
 
