@@ -35,6 +35,11 @@ class Drawing:
     key: str | None = None
     kept: Tensor | None = None
 
+    @property
+    def kept_share(self) -> float:
+        """Share of the picture that stays."""
+        return 0.0 if self.kept is None else self.kept.double().mean().item()
+
 
 def kept_by_plan(drawing: Drawing, plan: EditPlan | None, factor: int) -> Drawing:
     """Return an edit that keeps its first reference outside of a plan's boxes; as it is if those do not say enough.

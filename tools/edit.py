@@ -173,9 +173,8 @@ class QwenImageEditor:
         pictures = draw_edits(
             self.network, self.encoders, drawings, self.settings, self.negative_prompt, self.max_tokens_per_pack
         )
-        shares = [0.0 if drawing.kept is None else drawing.kept.double().mean().item() for drawing in drawings]
-        results = zip(pictures, plans, shares, strict=True)
-        return [EditResult(Image.fromarray(picture), plan, share) for picture, plan, share in results]
+        results = zip(pictures, plans, drawings, strict=True)
+        return [EditResult(Image.fromarray(p), plan, drawing.kept_share) for p, plan, drawing in results]
 
     def _drawing(self, request: EditRequest) -> Drawing:
         instruction = clean(request.instruction)

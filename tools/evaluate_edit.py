@@ -78,7 +78,6 @@ def main(cfg: Config) -> None:
     for i, sample in enumerate(samples):
         for group in ("all", sample.plan.language, sample.category):
             groups[group].append(i)
-    kept = [0.0 if drawing.kept is None else drawing.kept.double().mean().item() for drawing in drawings]
     told = {name: getattr(cfg, name) for name in ("num_steps", "cfg_scale", "keep")}
     report = {"weights": model.source} | told | {"groups": {}}
     for group, members in sorted(groups.items(), key=lambda pair: (pair[0] != "all", pair[0])):
@@ -87,7 +86,7 @@ def main(cfg: Config) -> None:
         report["groups"][group] = {
             "edits": len(members),
             "plan_exact": sum(known) / len(known) if known else None,
-            "kept": sum(kept[i] for i in members) / len(members),  # share of the picture
+            "kept": sum(drawings[i].kept_share for i in members) / len(members),  # share of the picture
         } | row
     folder = Path(cfg.run)
     (folder / "evaluation.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
