@@ -80,7 +80,7 @@ class Experiment:
     checkpoint_folder: str = ""  # its checkpoints alone, local or s3://, "" = run_folder/checkpoints
     init_from: str = ""  # run, or one checkpoint of it, whose weights this one begins with
     # Batch and length
-    num_steps: int = 800  # optimizer steps
+    num_steps: int = 780  # optimizer steps
     global_batch_size: int = 32  # samples an optimizer step, over all ranks
     max_tokens_per_micro_batch: int = 8192  # image and text tokens a rank holds at once: sets the memory
     max_pixels: int = 1024 * 1024  # larger targets are scaled down to this area, aspect kept
@@ -106,7 +106,7 @@ class Experiment:
     joint: bool = True  # let the renderer's loss train the planner, too, through the states that guide the renderer
     # Optimizer
     optimizer: str = "muon"  # muon: for the layers' matrices, AdamW for the rest; adamw: for all, which --zero needs
-    lr: float = 1e-2  # the renderer's peak learning rate
+    lr: float = 1.5e-2  # the renderer's peak learning rate
     planner_lr: float = 3e-3
     planner_adamw_share: float = 0.1  # with muon, of planner_lr for what AdamW steps: words' embeddings, biases, norms
     lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
@@ -130,9 +130,9 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Config(RunOptions, Experiment):
-    eval_every: int = 400  # steps between validations; 0 = never
-    sample_every: int = 800  # steps between sample grids; 0 = never
-    save_every: int = 400  # steps between checkpoints; 0 = never
+    eval_every: int = 390  # steps between validations; 0 = never
+    sample_every: int = 780  # steps between sample grids; 0 = never
+    save_every: int = 390  # steps between checkpoints; 0 = never
 
 
 def read_instructions(
