@@ -109,8 +109,8 @@ class Experiment:
     lr: float = 1.5e-2  # the renderer's peak learning rate
     planner_lr: float = 3e-3
     planner_adamw_share: float = 0.1  # with muon, of planner_lr for what AdamW steps: words' embeddings, biases, norms
-    lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
-    lr_final: float = 0.05  # where the cosine ends, as a share of lr
+    lr_schedule: str = "cosine"  # after the warm-up: cosine, constant, or wsd: constant, the last 30 % linear
+    lr_final: float = 0.05  # where cosine and wsd end, as a share of lr
     warmup_steps: int = 50
     beta1: float = 0.9
     beta2: float = 0.99

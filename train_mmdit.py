@@ -110,8 +110,8 @@ class Experiment:
     # Optimizer
     optimizer: str = "adamw"  # adamw; adamw8bit (torchao): 2 bytes of state a weight; muon: for the blocks' matrices
     lr: float = 4e-3  # peak learning rate
-    lr_schedule: str = "cosine"  # cosine or constant, after the warm-up
-    lr_final: float = 0.05  # where the cosine ends, as a share of lr
+    lr_schedule: str = "cosine"  # after the warm-up: cosine, constant, or wsd: constant, the last 30 % linear
+    lr_final: float = 0.05  # where cosine and wsd end, as a share of lr
     warmup_steps: int = 50
     beta1: float = 0.9
     beta2: float = 0.99

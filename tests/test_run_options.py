@@ -16,7 +16,7 @@ from utils.run_options import MAY_CHANGE, check_options
         ({"sample_steps": -1}, "--sample_steps must be at least 1, got -1"),
         ({"dtype": "float16"}, "--dtype must be one of auto, float32, bfloat16, got 'float16'"),
         ({"reduce_dtype": "auto"}, "--reduce_dtype must be one of float32, bfloat16, got 'auto'"),
-        ({"lr_schedule": "linear"}, "--lr_schedule must be one of cosine, constant, got 'linear'"),
+        ({"lr_schedule": "linear"}, "--lr_schedule must be one of cosine, constant, wsd, got 'linear'"),
         ({"save_every": -1}, "--save_every must not be negative, got -1"),
         ({"shard_cache_gib": -0.5}, "--shard_cache_gib must not be negative, got -0.5"),
         ({"metrics_port": 70000}, "--metrics_port must be at most 65535, got 70000"),
