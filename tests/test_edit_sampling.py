@@ -15,7 +15,7 @@ from diffusers.pipelines.qwenimage import (
 from PIL import Image
 
 from model.encoders import Encoders
-from model.kept_region import outside_boxes, outside_mask
+from model.kept_region import kept_cells, outside_boxes
 from model.mmdit import MMDiT, MMDiTConfig
 from model.sampling import SamplerSettings, generate
 from parallel.weights import read_safetensors
@@ -152,7 +152,7 @@ def test_the_inpainting_pipeline_keeps_the_same(folder, network, monkeypatch):
     noise = [torch.randn(1, 1, 16, 8, 16, generator=torch.Generator().manual_seed(3))[0, 0]]
     states, negative, references = inputs_of(encoders, "Make it red.", [picture])
     asked = [states], [negative], noise, SETTINGS, None, [references]
-    kept = outside_mask(torch.from_numpy(region) > 0, 8)
+    kept = kept_cells(torch.from_numpy(region) == 0, 8)
     (latents,), (free,) = (generate(network, *asked, kept) for kept in ([kept], None))
     assert torch.equal(latents[:, kept], references[0][:, kept])
     drawn, freely = (encoders.picture(x).astype(int) for x in (latents, free))
@@ -173,7 +173,7 @@ def test_what_is_kept_needs_a_reference_of_the_same_size(network, encoders):
 def test_a_batch_of_mixed_references_equals_one_by_one(network, encoders, cfg_scale):
     settings = dataclasses.replace(SETTINGS, cfg_scale=cfg_scale)
     noise = [noise_of(*size, seed=i) for i, size in enumerate([(96, 96), (64, 128), (128, 64), (64, 128)])]
-    kept = [None, outside_boxes([(0, 0, 500, 700)], 8, 16, 1000), None, None]
+    kept = [None, kept_cells(outside_boxes([(0, 0, 500, 700)], 64, 128, 1000), 8), None, None]
     cases = []
     for i, instruction in enumerate(INSTRUCTIONS):  # 0, 1, 2 and 3 references
         pictures = [random_picture(*REFERENCES[(i + j) % 3], seed=10 * i + j) for j in range(i)]

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from data.edit_plan import BOX_SIDE, EditPlan
 from model.encoders import Encoders
-from model.kept_region import outside_boxes
+from model.kept_region import kept_cells, outside_boxes, put_back
 from model.latents import PATCH
 from model.sampling import SamplerSettings, generate
 
@@ -24,7 +24,7 @@ class Drawing:
     condition, vae: the references as the text encoder and as the VAE see them, uint8 (3, H, W) each.
     language: a row of the language embedding, for a network that has one.
     key: names the references, so that what is encoded is kept; None = not kept.
-    kept: bool (h, w), where the picture stays what its first reference is, which has its size; None = nowhere.
+    kept: bool (H, W), pixels that stay those of the first reference, which has the result's size; None = nowhere.
     """
 
     instruction: str
@@ -48,12 +48,10 @@ def kept_by_plan(drawing: Drawing, plan: EditPlan | None, factor: int) -> Drawin
     first reference.  A mask goes before a plan.  factor: pixels of the side of a latent.
     """
     boxes = None if plan is None else plan.changed_boxes()
-    rows, columns = drawing.noise.shape[1:]
-    if drawing.kept is not None or boxes is None or not drawing.vae:
+    height, width = (factor * cells for cells in drawing.noise.shape[1:])
+    if drawing.kept is not None or boxes is None or not drawing.vae or drawing.vae[0].shape[1:] != (height, width):
         return drawing
-    if drawing.vae[0].shape[1:] != (rows * factor, columns * factor):
-        return drawing
-    return replace(drawing, kept=outside_boxes(boxes, rows, columns, BOX_SIDE))
+    return replace(drawing, kept=outside_boxes(boxes, height, width, BOX_SIDE))
 
 
 def draw_edits(
@@ -89,11 +87,16 @@ def draw_edits(
                 references.append(latents)
             pack = drawings[start : start + len(prompts)]
             languages = [drawing.language for drawing in pack] if network.config.num_languages else [None]
+            factor = encoders.vae.scale_factor
             drawn = generate(
                 network, prompts, negatives, [drawing.noise.to(encoders.device) for drawing in pack], settings,
-                None if None in languages else languages, references, [drawing.kept for drawing in pack],
+                None if None in languages else languages, references,
+                [None if drawing.kept is None else kept_cells(drawing.kept, factor) for drawing in pack],
             )  # fmt: skip
-            pictures += [encoders.picture(x) for x in drawn]
+            for drawing, latents in zip(pack, drawn, strict=True):
+                picture = encoders.picture(latents)
+                kept = drawing.kept
+                pictures.append(picture if kept is None else put_back(picture, drawing.vae[0], kept))
             start += len(pack)
             progress.update(len(pack))
     return pictures

@@ -4,7 +4,7 @@ Takes the newest checkpoint of a run of `train_edit_ddp.py`, or a folder in the 
 `transformer/`.  Repeat --image for up to three references, --instruction for several edits of the same ones.  Writes
 one PNG and one plan an instruction, and a grid of references and results.
 
---keep plan: what lies outside of the plan's boxes stays as it is; --mask: what lies outside of a mask of your own does.
+--keep plan: outside of the plan's boxes every pixel stays; --mask: outside of your own mask every one does.
 """
 
 import io
@@ -30,7 +30,6 @@ from data.reference_size import area_size
 from data.tasks import EDIT, MIXED, check_task
 from data.word_filter import WordFilter
 from model.edit_planner import generate_plan
-from model.kept_region import outside_mask
 from model.sampling import SamplerSettings
 from tools.draw_edits import KEEP, Drawing, draw_edits, kept_by_plan
 from tools.edit_weights import load_edit_model
@@ -60,8 +59,8 @@ class Config:
     num_steps: int = 50  # sampler steps
     cfg_scale: float = 4.0  # 1 = no guidance; both as in the released pipelines
     plan: bool = True  # let the planner say what it would do
-    keep: str = "nothing"  # plan: the first reference stays as it is outside of the boxes of the plan
-    mask: str = ""  # picture as large as the first reference, white where it may change; the rest stays as it is
+    keep: str = "nothing"  # plan: the first reference stays, pixel for pixel, outside of the boxes of the plan
+    mask: str = ""  # picture as large as the first reference, white where it may change; every other pixel stays
     max_plan_tokens: int = 512
     refused_words: str = ""  # file, one word or phrase a line: instructions with them are refused
     seed: int = 0
@@ -205,7 +204,7 @@ class QwenImageEditor:
     def _kept_by_mask(
         self, mask: ImageLike, images: Sequence[Image.Image], references: Sequence[Tensor], size: tuple[int, int]
     ) -> Tensor:
-        """Return where the picture of `size` stays its first reference, bool (h, w)."""
+        """Return where the picture of `size` stays its first reference, bool (H, W)."""
         if not images or references[0].shape[1:] != size:
             own = f"{references[0].shape[2]} x {references[0].shape[1]}" if images else "none"
             raise ValueError(f"a mask needs a first reference of the result's size {size[1]} x {size[0]}, got {own}")
@@ -213,9 +212,9 @@ class QwenImageEditor:
             opened = read_mask(_file_bytes(mask), (images[0].height, images[0].width), "first reference")
         except (OSError, ValueError) as error:
             raise ValueError(f"mask {'' if isinstance(mask, Image.Image) else mask}: {error}") from error
-        # A pixel may change if any of those it is made of may.
-        scaled = Image.fromarray(is_white(opened)).convert("L").resize(size[::-1], Image.Resampling.BOX)
-        return outside_mask(torch.from_numpy(np.array(scaled)) > 0, self.encoders.vae.scale_factor)
+        # A pixel may change if any of those it is made of may, and be it one of thousands: float, which drops none.
+        scaled = Image.fromarray(is_white(opened).astype(np.float32)).resize(size[::-1], Image.Resampling.BOX)
+        return torch.from_numpy(np.array(scaled)) == 0
 
     def _output_size(self, request: EditRequest, references: Sequence[Tensor]) -> tuple[int, int]:
         width, height = request.width, request.height

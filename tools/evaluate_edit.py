@@ -2,10 +2,10 @@
 
 Every held-out edit with a known region is drawn in each of its languages.  Its mean absolute error, in steps of 255, is
 taken inside the region and outside, and stands beside that of (i) the first reference as it is, (ii) the untrained
-network, whose velocity is zero, so that it leaves the noise, and (iii) the target through the VAE and back, which no
-renderer can pass.  The planner's answer is right if greedy decoding gives exactly the known plan.  With --keep plan
-what lies outside of the boxes of the planner's own answer stays as it is, as in `tools.edit`.  Writes evaluation.json
-and evaluation.png, the first edits as reference | result | target, to the run folder.
+network, whose velocity is zero, so that it leaves the noise, and (iii) the target through the VAE and back, which
+nothing that is drawn can pass.  The planner's answer is right if greedy decoding gives exactly the known plan.  With
+--keep plan all outside of the boxes of the planner's own answer is the reference's pixels, as in `tools.edit`.  Writes
+evaluation.json and evaluation.png, the first edits as reference | result | target, to the run folder.
 """
 
 import json
