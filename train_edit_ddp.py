@@ -106,10 +106,10 @@ class Experiment:
     joint: bool = True  # let the renderer's loss train the planner, too, through the states that guide the renderer
     # Optimizer
     optimizer: str = "muon"  # muon: for the layers' matrices, AdamW for the rest; adamw: for all, which --zero needs
-    lr: float = 1.5e-2  # the renderer's peak learning rate
+    lr: float = 1.2e-2  # the renderer's peak learning rate
     planner_lr: float = 3e-3
     planner_adamw_share: float = 0.1  # with muon, of planner_lr for what AdamW steps: words' embeddings, biases, norms
-    lr_schedule: str = "cosine"  # after the warm-up: cosine, constant, or wsd: constant, the last 30 % linear
+    lr_schedule: str = "wsd"  # after the warm-up: cosine, constant, or wsd: constant, the last 30 % linear
     lr_final: float = 0.05  # where cosine and wsd end, as a share of lr
     warmup_steps: int = 50
     beta1: float = 0.9
